@@ -51,7 +51,7 @@ asyncio.runners._cancel_all_tasks = note_pending
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What collecting makes stays as long as the process: no search for garbage looks at it."""
+    """Collect with the garbage collector off, and freeze the result, which stays as long as the process."""
     gc.disable()  # a sixth of the time that collecting takes
     try:
         return (yield)
@@ -62,8 +62,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 class Descriptors:
-    """Those that are open. Where each leads is dear to read: that is not done while the same numbers are open
-    as at the last look, or no more than before."""
+    """The open descriptors. Where each leads is dear to read: that is not done while the same numbers are
+    open as at the last look, or no more than before."""
 
     _last: ClassVar[tuple[frozenset[str], int]] = frozenset(), 0
 
@@ -74,7 +74,7 @@ class Descriptors:
         self._cached = self._last[1]
 
     def gained(self) -> dict[str, str]:
-        """What is open now and was not, if it is more of them."""
+        """Descriptors that are open now and were not, if there are more than before."""
         now = open_numbers()
         if len(now) <= len(self.numbers):  # those of CACHED_FILES do not become less
             return {}
@@ -105,7 +105,7 @@ def targets(numbers: Iterable[str]) -> dict[str, str]:
 
 @dataclass
 class Belongings:
-    """What the process owns at one moment."""
+    """Children, descriptors and threads of the process at one moment."""
 
     children: set[str]
     descriptors: Descriptors
@@ -116,7 +116,8 @@ class Belongings:
         return cls(children(), Descriptors(), set(threading.enumerate()))
 
     def gained(self) -> list[str]:
-        """What there is more of now, by number, not identity: a worker that was replaced is not a leak."""
+        """Name the kinds of which there are more now, by number, not identity: a worker that was replaced is
+        not a leak."""
         found = []
         if len(now := children()) > len(self.children):
             found.append(f"child processes {sorted(now - self.children)}")

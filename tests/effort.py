@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = 100
-"""What numbers are relative to: hypothesis' own default."""
+"""The base of all numbers: hypothesis' own default."""
 SUITE, FAST, TORTURE = 40, 20, 1000
 
 

@@ -1,4 +1,4 @@
-"""Who runs beside whom when the suite runs in several processes."""
+"""Tests that run beside each other when the suite runs in several processes."""
 
 from __future__ import annotations
 

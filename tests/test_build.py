@@ -1,4 +1,4 @@
-"""What somebody reads who builds on a machine that lacks something."""
+"""Messages of a build on a machine that lacks something."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_setup_checks_before_it_compiles() -> None:
-    """Who installs from the sources without make is told the same."""
+    """An installation from the sources without make is told so too."""
     environment = {**os.environ, "CXX": "no-such-compiler", "FASTSERVE_EXT": "meter"}
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

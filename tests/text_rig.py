@@ -124,7 +124,7 @@ def _for_ever(said: Iterable[Said]) -> Iterator[Said]:
 
 
 class LocalRun:
-    """What a front holds of a sequence (codec.text.Run)."""
+    """A front's part of a sequence (codec.text.Run)."""
 
     def __init__(self, loop: Loop, rid: int, heard: Heard) -> None:
         self._loop, self._rid, self.heard = loop, rid, heard

@@ -156,7 +156,7 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Zygotes:
-    """Those of this process, each started when it is first needed."""
+    """The zygotes of this process, each started when it is first needed."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Zygote, bool]] = []

@@ -37,7 +37,7 @@ Shape = tuple[int, int, int]
 
 
 def plain(kind: str, shapes: list[Shape]) -> list[Any]:
-    """What a batch input holds, written down from its definition."""
+    """Return the contents of a batch input, written down from its definition."""
     found: list[Any] = [0] if kind.endswith("WITH_ZERO") else []
     for rows, *item in shapes:
         count = rows * item[0] * item[1]

@@ -1,4 +1,4 @@
-"""What a folder tells of itself is refused before a framework is imported, which takes seconds."""
+"""Models that are refused by their folder alone, before a framework is imported, which takes seconds."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def write_model(root: Path, config: str = CONFIG, code: str = MODEL) -> Path:
 
 
 def refused(*arguments: str) -> str:
-    """What a start that must not succeed says last."""
+    """Return the last line of a start that must not succeed."""
     asked = [*COMMAND, "serve", *arguments]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0

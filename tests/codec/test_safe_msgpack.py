@@ -1,4 +1,4 @@
-"""What travels comes back the same, type by type; what does not is named; bytes never crash the reader."""
+"""Round trips, type by type; values that cannot travel are named; bytes never crash the reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server counts of one model and dialect, as far as it tells of requests.
+"""The server's counters of one model and dialect, as far as they tell of requests.
 
     before = read(rig, "tfserving", "columns-fast")
     ...
@@ -29,7 +29,7 @@ STAGES = {
 
 
 class Told(Counter[str]):
-    """What must have been counted: requests by how they ended, and besides
+    """Counts that are expected: requests by how they ended, and besides
 
     queue_rows, queue_bytes, deadline     why they were turned away (`rejects_total`)
     queued, running                       where they were when their client left (`cancels_total`)

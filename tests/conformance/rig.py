@@ -155,7 +155,7 @@ class Rig:
             raise AssertionError(f"never given back: {self.holds()}") from None
 
     def holds(self) -> dict[str, Any]:
-        """What is outstanding, by model."""
+        """Return all that is outstanding, by model."""
         found: dict[str, Any] = {"connections": len(self.server.front.http[0].connections)}
         for hosted in self.server.host.hosted.values():
             queue = hosted.queue
@@ -211,7 +211,7 @@ class Rig:
 
     @contextlib.contextmanager
     def policy_runs_out(self, model: str) -> Iterator[None]:
-        """The same for the time that a queue policy gives."""
+        """Let the time pass that a queue policy gives."""
         scheduler: Any = scheduler_of(self.version(model))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler, "_clock", _an_hour_later)
@@ -223,7 +223,7 @@ class Rig:
         return float(next(self._numbers))
 
     def fresh_hold(self) -> float:
-        """The same of a request that is held."""
+        """A number no request has had, at which the model holds its batch."""
         return models.HOLD - next(self._numbers)
 
     def forget_learned(self) -> None:

@@ -153,7 +153,7 @@ class V2Rpc(RpcWay):
 
 
 class V2RpcTyped(V2Rpc):
-    """The same with numbers as protobuf has them."""
+    """Infer over gRPC with numbers as protobuf has them."""
 
     name = "v2-grpc-typed"
 
@@ -163,7 +163,7 @@ class V2RpcTyped(V2Rpc):
 
 
 class V2RpcRegions(V2Rpc):
-    """The same with both tensors in client memory."""
+    """Infer with both tensors in client memory."""
 
     name, outside = "v2-grpc-regions", True
     fast = frozenset()
@@ -223,7 +223,7 @@ class TfsRpc(RpcWay):
 
 
 class TfsRpcContent(TfsRpc):
-    """The same with their bytes."""
+    """Predict over gRPC with tensors as bytes."""
 
     name = "tfserving-grpc-content"
 
@@ -281,7 +281,7 @@ class V1Rpc(RpcWay):
 
 
 class V1RpcRegions(V1Rpc):
-    """The same with both tensors in client memory."""
+    """Infer with both tensors in client memory."""
 
     fast = frozenset({"columns", "slabs", "whole"})
     name, outside = "v1-grpc-regions", True

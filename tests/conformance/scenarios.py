@@ -1,4 +1,4 @@
-"""What happens to requests in a server that works: each of these is played for each way in.
+"""Lives of requests in a server that works: each of these is played for each way in.
 
 A scenario is a coroutine that plays it, checks what clients are told, and says what must have been counted
 meanwhile (`books.Told`). `SCENARIOS` at the end is the table: for which forms of a model and which ways.
@@ -181,7 +181,7 @@ async def lost(case: Case) -> Told:
 
 
 async def lost_and_retried(case: Case) -> Told:
-    """The same where there is another worker: the batch runs once more there."""
+    """A worker is lost where there is another one: the batch runs once more there."""
     await case.rig.until_workers(case.model, 2)
     async with case.running() as running:
         case.rig.forget_seen(case.model)

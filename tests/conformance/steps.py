@@ -70,7 +70,7 @@ OUTSIDE = ("hold", "take", "put")  # only of requests with client memory
 
 @dataclass
 class Armed:
-    """What a step does at its next calls."""
+    """The behaviour of a step at its next calls."""
 
     act: Callable[[], None] | None = None
     left: int = 0
@@ -127,7 +127,7 @@ def _all_below(kind: type) -> Iterator[type]:
 
 
 def _own(kind: type) -> set[str]:
-    """What it has from no other kind of prepared request: written in it, or in a compiled base of its own."""
+    """Names no other kind of prepared request gives it: written in it, or in a compiled base of its own."""
     bases = [base for base in kind.__bases__ if not issubclass(base, PreparedRequest)]
     return {name for each in (kind, *bases) for name in vars(each)}
 

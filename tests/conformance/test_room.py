@@ -1,4 +1,4 @@
-"""What takes a place and turns out to need none fills no queue: a hit in the cache, a body that is wrong."""
+"""Requests that turn out to need no place fill no queue: a hit in the cache, a body that is wrong."""
 
 from __future__ import annotations
 

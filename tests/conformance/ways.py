@@ -50,7 +50,7 @@ WORDS: Words = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back. `status` is the dialect's own, `raw` all that was sent but times and drawn numbers."""
+    """One reply. `status` is the dialect's own, `raw` all that was sent but times and drawn numbers."""
 
     status: Any
     rows: list[float]
@@ -125,14 +125,14 @@ class Way(ABC):
 
     @abstractmethod
     def cut(self, sent: Sent) -> Sent:
-        """The same without its last byte."""
+        """The request without its last byte."""
 
     @abstractmethod
     async def connect(self, rig: Rig) -> Line:
         """A line of this way."""
 
     async def open(self, rig: Rig) -> Line:
-        """The same, left at the end of the test if the test has not."""
+        """Open a connection, left at the end of the test if the test has not."""
         line = await self.connect(rig)
         rig.lines.append(line)
         return line
@@ -265,7 +265,7 @@ class Rest(HttpWay):
 
 
 class RestColumns(Rest):
-    """The same by columns."""
+    """Predict by columns."""
 
     name = "tfserving-columns"
     fast = frozenset()
@@ -282,7 +282,7 @@ class RestColumns(Rest):
 
 
 class RestRaw(Rest):
-    """The same with a body of bare numbers, which tells no rows of unknown size apart."""
+    """Predict with a body of bare numbers, which tells no rows of unknown size apart."""
 
     name, forms = "tfserving-raw", ("columns", "whole", "cached")
 
@@ -325,7 +325,7 @@ class V2Json(HttpWay):
 
 
 class V2Binary(V2Json):
-    """The same with the binary extension, both ways."""
+    """Infer with the binary extension, both ways."""
 
     name = "v2-binary"
 
@@ -347,7 +347,7 @@ class V2Binary(V2Json):
 
 
 class V2Raw(V2Binary):
-    """The same without any JSON: the body is the one input."""
+    """Infer without any JSON: the body is the one input."""
 
     name, most_rows = "v2-raw", 1
 
@@ -359,7 +359,7 @@ class V2Raw(V2Binary):
 
 
 class V2Regions(V2Json):
-    """The same with both tensors in client memory."""
+    """Infer with both tensors in client memory."""
 
     fast = frozenset({"columns", "slabs", "whole"})
     name, outside = "v2-regions", True
@@ -424,7 +424,7 @@ class V1Http(HttpWay):
 
 
 class V1HttpRegions(V1Http):
-    """The same with both tensors in client memory."""
+    """Infer with both tensors in client memory."""
 
     fast = frozenset({"columns", "slabs", "whole"})
     name, outside = "v1-http-regions", True

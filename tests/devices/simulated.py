@@ -55,7 +55,7 @@ class FakeGpus:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What processes need that are to see them."""
+        """Variables for processes that are to see these devices."""
         path = os.pathsep.join(filter(None, [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]))
         return {"LD_LIBRARY_PATH": path, "FAKE_CUDA": str(self.memory)}
 
@@ -74,7 +74,7 @@ class FakeGpus:
 
     @contextmanager
     def handles(self) -> Iterator[Callable[[], list[str]]]:
-        """What has been opened and closed since, a line each: "PID open NAME COUNT"."""
+        """Record the handles that are opened and closed meanwhile, a line each: "PID open NAME COUNT"."""
         told = self.memory / "handles"
         self.set("handles")
         try:

@@ -34,7 +34,7 @@ REFUSED, ENQUEUED = frozenset({"out of memory", "error"}), frozenset({"lost", "h
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens at step number `at` of a stage, counted from 0 and once if `once` names a file that is not
+    """A fault at step number `at` of a stage, counted from 0 and once if `once` names a file that is not
     there yet. `hold`: the stage stands still from there on. `larger`: only of batches of more rows. A copy is
     refused when it is asked for (`out of memory`, `error`), or fails where nobody waits for it (`lost`)."""
 
@@ -165,7 +165,8 @@ class SimulatedDevice:
         self._put(stream, Step(lambda: None, mark))
 
     def _put(self, stream: DeviceStream, step: Step) -> None:
-        """What a step enqueues on its own stream comes right behind it: the host was called in that place."""
+        """Enqueue right behind the running step where a step enqueues on its own stream: the host was called
+        in that place."""
         if self._doing is stream and self._inside is not None:
             self._inside.append(step)
         else:
@@ -263,7 +264,7 @@ class SimulatedDevice:
 
 
 def _first(path: Path) -> bool:
-    """Whoever makes the file is the first, and says who that was."""
+    """Return whether this process is the first to make the file, and note in it who that was."""
     try:
         with path.open("x") as made:
             made.write(str(os.getpid()))

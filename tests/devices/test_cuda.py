@@ -31,7 +31,7 @@ def own(tmp_path: Path) -> FakeGpus:
 
 
 def say(gpus: FakeGpus, code: str, handle: bytes = b"", **environment: str) -> str:
-    """What these lines print in a process that has the devices."""
+    """Return the output of these lines in a process that has the devices."""
     with gpus.here(**environment):
         done = subprocess.run(
             [sys.executable, "-c", PRELUDE + code, handle.hex()], capture_output=True, text=True, timeout=120

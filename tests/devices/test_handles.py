@@ -1,4 +1,5 @@
-"""Who has a client's handle open in a process, and who may close it: each once, whatever its threads do."""
+"""Handles of a client's memory that a process has open, and their closing: each once, whatever its threads
+do."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def lending(gpus: FakeGpus, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def write_onnx(folder: Path) -> None:
-    """The same sums, as a graph."""
+    """Write a model of the sums as an ONNX graph."""
     nodes = [helper.make_node(op, ["x", "y"], [name]) for op, name in (("Add", "sum"), ("Sub", "difference"))]
     sides = [[value(name, FLOAT, ["n", 16]) for name in side] for side in (("x", "y"), ("sum", "difference"))]
     version_dir = save(folder.parent.parent / "made", nodes, *sides)

@@ -1,4 +1,4 @@
-"""What is said of where each instance computes and why, and the types of instances."""
+"""The reported place of each instance and its reason, and the types of instances."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def write_where(folder: Path, name: str, **config: Any) -> None:
 
 
 def told(http: Http, model: str) -> set[str]:
-    """What the workers of a model say, each asked often enough."""
+    """Return the answers of all workers of a model, which is asked often enough."""
     body = {"inputs": [tensor("IN", [1], [1])]}
     answers = [http.post(f"/v2/models/{model}/infer", body) for _ in range(60)]
     assert {answer.error for answer in answers} == {""}

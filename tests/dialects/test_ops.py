@@ -19,7 +19,7 @@ from fastserve.serving.dialect import NoOptions, ServingContext
 
 @dataclass
 class SpokenCall:
-    """What an endpoint needs of wire.Call."""
+    """The part of net.Call that an endpoint needs."""
 
     status: int = 0
     body: bytes = b""

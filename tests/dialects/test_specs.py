@@ -1,4 +1,4 @@
-"""What dialects say of themselves: every route and RPC has a scope, and calls have those of the tables."""
+"""Specs of the dialects: every route and RPC has a scope, and calls have those of the tables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ SAID = {
 
 
 class NoEngine:
-    """What dialects are built over when nothing will be inferred."""
+    """An engine for dialects that are asked for no inference."""
 
     def __init__(self) -> None:
         self.catalog = Catalog()
@@ -112,7 +112,7 @@ def built(spec: DialectSpec[Any], context: ServingContext) -> Dialect:
 
 
 def targets(path: str) -> list[str]:
-    """What clients write for a path of the tables: with all that may be left out, and without."""
+    """Targets that clients write for a path of the tables: with all that may be left out, and without."""
     for word, said in SAID.items():
         path = path.replace(word, said)
     return [re.sub(r"\[([^]]*)\]", r"\1", path), re.sub(r"\[([^]]*)\]", "", path)]

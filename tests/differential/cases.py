@@ -1,4 +1,4 @@
-"""What is asked of both servers: models of many kinds, right and wrong requests. No server here."""
+"""Requests to both servers: models of many kinds, right and wrong requests. No server here."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Desk:
         return rows
 
     def die(self, worker: int, *, alone: bool = False) -> tuple[int, int]:
-        """What the owner does once the worker is dead: (retried, failed) batches."""
+        """Do the owner's part once the worker is dead: (retried, failed) batches."""
         return self.queue.ring.worker_died(worker, 1 if alone else 2, Kind.UNAVAILABLE.value, DIED)
 
 

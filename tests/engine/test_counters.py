@@ -1,4 +1,4 @@
-"""What a version is said to have done, against what was done to it."""
+"""Counters of a version against the calls that were made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever waits until workers have let go of a client's memory: hears of it, and leaves nothing behind."""
+"""Waits until workers have let go of a client's memory: each ends, and leaves nothing behind."""
 
 from __future__ import annotations
 

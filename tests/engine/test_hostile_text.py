@@ -1,4 +1,4 @@
-"""Whatever a worker writes over the memory it shares, nobody gets another sequence's tokens.
+"""Text queues under workers that write over the memory they share: nobody gets another sequence's tokens.
 
 Steps of a front (a queue of text), of an honest worker and of a mad one, in a random order. Each sequence
 asks with a number of its own, gets tokens that count from it, none left out, and hears one end at most.

@@ -1,4 +1,4 @@
-"""Who gets the next place of a full queue: callers in the order they came, whoever leaves in between."""
+"""Turns at the places of a full queue: callers in the order they came, whoever leaves in between."""
 
 from __future__ import annotations
 

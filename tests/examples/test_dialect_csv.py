@@ -29,7 +29,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the fast path said, one by one."""
+    """Record whether the fast path took each request."""
     said: list[bool] = []
     start = FastPath.start
 

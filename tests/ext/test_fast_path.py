@@ -16,7 +16,7 @@ from tests.oracles import fast_path as oracle
 
 
 class RefusedError(Exception):
-    """What a client may read."""
+    """An error that a client may read."""
 
 
 FAULTS: dict[str, type[BaseException]] = {
@@ -115,7 +115,7 @@ class Story:
 
 
 def plain(value: Any) -> Any:
-    """What can be compared of it."""
+    """Return the fields that can be compared."""
     if isinstance(value, BaseException):
         return repr(value)
     return value if isinstance(value, str | bytes | int | tuple | list | None) else callable(value)

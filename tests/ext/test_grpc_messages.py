@@ -173,7 +173,7 @@ def as_data(piece: bytes) -> bytes:
 @examples(100)
 @given(STREAMS, st.integers(0, 4))
 def test_no_more_messages_than_are_asked_for(stream: bytes, most: int) -> None:
-    """What was not looked at is the caller's to bring again."""
+    """Bytes that were not looked at are the caller's to bring again."""
     wanted, _, left = oracle.read(stream, MOST)
     reader, found, at = MessageReader(MOST), [], 0
     while at < len(stream):

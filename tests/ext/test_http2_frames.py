@@ -74,8 +74,8 @@ def test_any_frames_split_anywhere(data: bytes, cuts: list[int]) -> None:
 
 
 def in_order(events: list[Event]) -> list[object]:
-    """What the order of frames says: that of all heads, and that of each stream, between any two frames that
-    are neither HEADERS nor DATA. A REQUEST tells of its DATA where its HEADERS stood."""
+    """Split events by the order that frames promise: that of all heads, and that of each stream, between any
+    two frames that are neither HEADERS nor DATA. A REQUEST tells of its DATA where its HEADERS stood."""
     found: list[object] = []
     heads: list[Event] = []
     streams: dict[int, list[Event]] = {}

@@ -25,7 +25,7 @@ FLOAT32 = DTYPE_BY_KSERVE["FP32"].code
 
 @dataclass
 class Sketch:
-    """What the requests of one client have in common."""
+    """The common shape of one client's requests."""
 
     inputs: list[tuple[str, tuple[int, ...], str]]  # (datatype, row shape, place)
     space: str

@@ -80,7 +80,7 @@ class Search:
             self.moves_seen.add(move)
 
     def check_waiting(self, actors: dict) -> None:
-        """Who counts as waiting is who writes, or waits for a worker."""
+        """Check that requests counted as waiting write, or wait for a worker."""
         alive = [n for n in (0, 1) if actors["dead"] != f"front{n}"]
         held = [(self.rows[n], *actors[f"front{n}"]) for n in alive]
         now = states(self.fronts[0])

@@ -78,7 +78,7 @@ def data_of(outline: Outline) -> list[bytes]:
 
 
 def meaning(kind: Any, data: bytes) -> bytes | None:
-    """What the library makes of a message; None: it is none."""
+    """Read a message by the library; None where it is none."""
     try:
         found: bytes = kind.FromString(data).SerializeToString(deterministic=True)
     except DecodeError:
@@ -87,7 +87,7 @@ def meaning(kind: Any, data: bytes) -> bytes | None:
 
 
 def check(name: str, data: bytes) -> Outline | None:
-    """What has an outline means what its head and its holes mean, where it means anything."""
+    """Check that a message with an outline means the same as its head and holes, where it means anything."""
     fields, scheme, kind = KINDS[name]
     outline = scheme.read(data)
     if outline is not None:

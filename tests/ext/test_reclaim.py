@@ -1,4 +1,4 @@
-"""What a front leaves behind that died between any two instructions, and that it costs nobody anything."""
+"""Fronts that die between any two instructions: their remains cost nobody anything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shared:
         struct.pack_into("<Q", self.memory, self.slot_at(slot), word + (reserved << 16) + settled)
 
     def reclaim(self) -> int:
-        """What the owner does after a front has died; the rows that were lost between the two."""
+        """Do the owner's part after a front has died; the rows that were lost between the two."""
         self.alive.reclaim_front(1)
         first = self.alive.lost()
         self.alive.reclaim_front(1)

@@ -68,7 +68,7 @@ def test_leases_do_not_overlap_and_keep_their_bytes():
 
 
 def test_the_lowest_pages_with_room_are_leased():
-    """What a load keeps touched is what it holds at a time, however long it goes on."""
+    """Pages that a load keeps touched are as many as it holds at a time, however long it goes on."""
     pool = make_pool()
     first = pool.lease(1, 1)
     held = [pool.lease(1, 1) for _ in range(4)]

@@ -182,7 +182,7 @@ def test_packed_or_not(data: bytes) -> None:
 @examples(300)
 @given(bent(TENSORS.map(lambda given: make_tensor(given).SerializeToString())) | MESSAGES)
 def test_any_bytes(data: bytes) -> None:
-    """What is no message for the library is none here, but for what nobody looks at."""
+    """Bytes that are no message for the library are none here, but for what nobody looks at."""
     try:
         FLAT.TensorProto.FromString(data)
     except DecodeError:

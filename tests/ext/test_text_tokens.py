@@ -183,7 +183,7 @@ class Reply:
 
 
 class Reader:
-    """Who is told what was taken."""
+    """A reader that counts the records that were taken."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []

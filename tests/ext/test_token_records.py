@@ -77,7 +77,7 @@ class Line:
         return over
 
     def hear(self, front: int = 0) -> list[tuple[object, list[plain.Record] | None]]:
-        """What came, and places that are over given back."""
+        """Read the records that came, and give back places that are over."""
         ring = self.fronts[front]
         found = ring.drain()
         heard = self.readers[front].read([entry for kind, entry in found if kind == RECORDS])
@@ -329,7 +329,7 @@ def test_a_record_that_was_lost_is_told(line):
 
 
 def test_a_worker_that_scrawls_over_its_slabs(line):
-    """Whatever lies there, the reader stays inside and gives the slab back."""
+    """The reader stays inside and gives the slab back, whatever lies there."""
     rng = random.Random(5)
     for turn in range(300):
         rid = line.begin("a")

@@ -88,7 +88,7 @@ class Torn:
         return died(work)
 
     def left(self) -> tuple[int, int]:
-        """What nobody has given back: slots, pages."""
+        """Return the slots and pages that nobody has given back."""
         return self.front.outstanding(), self.front.slab_pages_used()
 
     def bury(self) -> None:

@@ -80,7 +80,7 @@ class Cost(NamedTuple):
 
     @property
     def excess(self) -> str:
-        """What is beyond the bounds; "" for nothing."""
+        """Name the costs beyond the bounds; "" for none."""
         most_bytes = TIMES * self.nbytes + BASE_BYTES
         said = [
             f"holds the loop {1e3 * self.loop_s:.0f} ms" if self.loop_s > LOOP_S else "",

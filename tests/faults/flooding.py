@@ -99,7 +99,7 @@ class Link:
             )
 
     def frames(self, kind: type[Frame] | tuple[type[Frame], ...] = Frame) -> list[Frame]:
-        """What has come whole."""
+        """Return the frames that have come whole."""
         data, at = bytes(self.came), 0
         while at + 9 <= len(data) and at + 9 + int.from_bytes(data[at : at + 3], "big") <= len(data):
             at += 9 + int.from_bytes(data[at : at + 3], "big")

@@ -42,7 +42,7 @@ PLACES = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: an HTTP status or gRPC code, and the text or bytes with it."""
+    """One reply: an HTTP status or gRPC code, and the text or bytes with it."""
 
     status: int
     body: bytes
@@ -106,7 +106,7 @@ class Http:
         return self.read()
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
-        """The same with a body of JSON."""
+        """Post a body of JSON."""
         return self.ask("POST", path, json.dumps(body).encode(), **headers)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Grpc:
 
 
 def leaks(served: Running, answer: Answer, own: str = "") -> str:
-    """What an answer tells of the server's insides; "" for nothing. `own` is text of the client's."""
+    """Find text of the server's insides in an answer; "" for none. `own` is text of the client's."""
     text = answer.error.replace(own or "\0", "")
     found = INSIDES.search(text)
     if found is not None:

@@ -161,7 +161,7 @@ def fill(name: str, size: int) -> bytes:
 
 
 def targets(dialect: str, path: str) -> list[str]:
-    """What clients write for a path of the tables, for each model of the dialect."""
+    """Targets that clients write for a path of the tables, for each model of the dialect."""
     for word, said in SAID.items():
         path = path.replace(word, said)
     whole = [re.sub(r"\[([^]]*)\]", "", path)]
@@ -290,7 +290,7 @@ def leaves(
 
 
 def contents(field: FieldDescriptor, size: int) -> Iterator[tuple[str, bytes]]:
-    """What of a field can be large."""
+    """Contents of a field that can be large."""
     number = field.number
     if field.message_type is not None or field.type in (field.TYPE_STRING, field.TYPE_BYTES):
         empty = tag(number, LEN) + b"\0"
@@ -337,7 +337,7 @@ REQUESTS: dict[str, Descriptor] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": REFLECTION.DESCRIPTOR,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": REFLECTION.DESCRIPTOR,
 }
-"""What no dialect's descriptors have."""
+"""Messages of RPCs that no dialect's descriptors have."""
 
 
 def rpcs() -> dict[str, Descriptor]:

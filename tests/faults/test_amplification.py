@@ -78,8 +78,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 class Cost:
-    """What the server's own process takes from now on: memory at its peak, CPU of the thread of its loop.
-    Of that not what a bystander makes it work, the more the longer the machine lets all of this last."""
+    """The cost in the server's own process from now on: memory at its peak, CPU of the thread of its loop. Of
+    that not what a bystander makes it work, the more the longer the machine lets all of this last."""
 
     def __init__(self, served: Running, bystander: Bystander | None = None) -> None:
         self._pid, self._bystander = served.pid, bystander
@@ -191,7 +191,7 @@ PACKED: dict[str, tuple[str, Callable[[], bytes]]] = {
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 @pytest.mark.parametrize("name", PACKED)
 def test_bodies_that_grow(server: Running, http: Http, name: str, coding: str) -> None:
-    """What is unpacked is bounded, and so is what is made of it."""
+    """Unpacked bodies are bounded, and so is the memory that is made of them."""
     path, make = PACKED[name]
     body = make()
     sent = gzip.compress(body, 9) if coding == "gzip" else zlib.compress(body, 9)

@@ -87,7 +87,8 @@ def test_files_of_states_and_models(served: Running, http: Http, config: dict[st
 
 @pytest.mark.parametrize("place", [place for place in PLACES if "/" in place])
 def test_files_of_warm_ups(served: Running, http: Http, config: dict[str, Any], place: str) -> None:
-    """Those that are names in the folder `warmup`, and lead out of it: tests/workers/test_warmup.py."""
+    """Warm-up files are names in the folder `warmup`; those that lead out of it:
+    tests/workers/test_warmup.py."""
     sample = {"data_type": "TYPE_INT32", "dims": [16], "input_data_file": place}
     inputs = {"INPUT0": sample, "INPUT1": sample}
     answer = load(http, {**config, "model_warmup": [{"name": "w", "batch_size": 1, "inputs": inputs}]})

@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 class Ledger:
-    """What was asked and what came of it: every request ends exactly once."""
+    """Requests and their outcomes: every request ends exactly once."""
 
     def __init__(self, served: Running, seed: int) -> None:
         self.served = served

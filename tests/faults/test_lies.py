@@ -19,7 +19,7 @@ MB = 1 << 20
 
 
 def is_well(http: Http) -> None:
-    """The same connection, or a new one where it was closed, is answered as ever."""
+    """Ask on this connection, or on a new one where it was closed: it is answered as ever."""
     answer = http.post(INFER, pair())
     assert (answer.status, answer.json()["outputs"][0]["data"]) == (200, [1] * 16)
 

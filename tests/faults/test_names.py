@@ -101,7 +101,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("place", FILES, ids=lambda place: repr(place[:20]))
 def test_places_of_files(served: Running, http: Http, grpc: Grpc, place: str) -> None:
-    """What a client brings along lands in its model's folder or nowhere."""
+    """Files that a client brings along land in its model's folder or nowhere."""
     before = set(os.listdir(Path(served.log).parent)), set(os.listdir("/"))
     given = {"config": json.dumps(CONFIG), f"file:{place}": base64.b64encode(b"x").decode()}
     answer = http.post("/v2/repository/models/brought/load", {"parameters": given})

@@ -117,7 +117,7 @@ async def kill(at: Served, version, worker: int = 0) -> None:
 
 @pytest.mark.logs_errors
 def test_a_worker_killed_under_load(tmp_path):
-    """Who has had a token is told at once; who has had none gets all of them from the next worker."""
+    """A sequence with a token is told at once; one without gets all of them from the next worker."""
 
     async def work() -> None:
         async with serving(tmp_path) as at:
@@ -142,7 +142,7 @@ def test_a_worker_killed_under_load(tmp_path):
 
 @pytest.mark.logs_errors
 def test_workers_killed_again_and_again(tmp_path):
-    """Whatever happens, everybody hears one end, and tokens before it are right."""
+    """Every sequence hears one end, and tokens before it are right."""
 
     async def work() -> None:
         async with serving(tmp_path) as at:
@@ -176,7 +176,7 @@ def test_workers_killed_again_and_again(tmp_path):
 
 @pytest.mark.logs_errors
 def test_a_model_whose_start_kills_it_fails_who_waits(tmp_path):
-    """The same prompt is not given to worker after worker."""
+    """A prompt is not given to worker after worker."""
     dying = COUNTING.replace("try:", "import os; os._exit(3)\n        try:")
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""What can only be shown on a real device: DMA out of a registered arena, graphs, memory that runs out,
+"""Promises that only a real device can show: DMA out of a registered arena, graphs, memory that runs out,
 sticky errors. Not run where there is none."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a whole server does with a GPU: every form of model, clients' device memory in every API, and every
-fault. Each test has one body, run on the simulated device everywhere and on a real one where there is one."""
+"""A whole server with a GPU: every form of model, clients' device memory in every API, and every fault. Each
+test has one body, run on the simulated device everywhere and on a real one where there is one."""
 
 from __future__ import annotations
 

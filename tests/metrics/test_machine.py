@@ -1,4 +1,4 @@
-"""What /proc says, as numbers; and a machine that says nothing."""
+"""Numbers of /proc; and a machine that says nothing."""
 
 from __future__ import annotations
 

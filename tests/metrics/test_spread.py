@@ -22,7 +22,7 @@ durations = st.integers(0, 1 << 40)
 @examples(60)
 @given(st.lists(durations, min_size=1, max_size=4))
 def test_the_compiled_buckets_are_these(ages: list[int]) -> None:
-    """What a worker counts for one request is what its exact sum says."""
+    """A worker's counts for one request agree with its exact sum."""
     shape = {"slots": 2, "max_rows": 4, "inputs": [8], "outputs": [8]}
     memory = mmap.mmap(-1, batch_ring.measure(**shape))
     batch_ring.format_arena(memory, **shape)

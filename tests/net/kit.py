@@ -1,4 +1,4 @@
-"""What the wire's tests share: a listener on a port of its own, raw clients, and a transport of lists.
+"""Helpers of the tests of net: a listener on a port of its own, raw clients, and a transport of lists.
 
 Deterministic cases feed a Connection by hand through `Pipe`; the others use real sockets on port 0.
 Nothing sleeps: time is a number the test moves, and the listener's scan() is called by the test.

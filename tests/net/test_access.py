@@ -1,4 +1,4 @@
-"""What the wire tells an access log, and what it logs of requests that failed."""
+"""Lines of the access log, and the log of requests that failed."""
 
 from __future__ import annotations
 

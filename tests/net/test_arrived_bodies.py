@@ -339,8 +339,8 @@ def arrived_bytes(server: socket.socket) -> int:
 
 @pytest.mark.parametrize("begun", [0, 1, 100, 4096, 100_000, len(BODY) - 1])
 def test_bodies_that_come_apart_from_their_heads_are_taken_as_a_whole(rows: Rows, begun: int) -> None:
-    """Whatever of them was read with the head, and in however many pieces the rest comes. While its window
-    is small, the kernel now and then ends a wait before all is there."""
+    """Bodies are taken whole however much was read with the head, and in however many pieces the rest comes.
+    While its window is small, the kernel now and then ends a wait before all is there."""
 
     async def work() -> None:
         async with serving({"/rows": rows}) as listener, client(listener) as peer:

@@ -1,4 +1,4 @@
-"""Whose turn it is among connections that are behind, and how much of one read of HTTP/1.1 a turn takes."""
+"""Turns of connections that are behind, and how much of one read of HTTP/1.1 a turn takes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_turn_takes_so_many_chunks() -> None:
 
 
 def test_answers_that_come_meanwhile_are_no_turns() -> None:
-    """What a connection may take is the loop's to say, not its clients'."""
+    """The loop bounds a connection's turn, not its clients."""
     held = Held()
     pipe = Pipe({"/held": held, "/echo": echo}, limits(pipelined_calls=10_000))
     pipe.protocol.data_received(GET.replace(b"echo", b"held") * 200)

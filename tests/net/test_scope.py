@@ -1,4 +1,4 @@
-"""Who may use a route that administers: what browsers say of where a call comes from."""
+"""Access to routes that administer: the origin of a call as browsers tell it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ async def ask(path: Path, request: bytes = LAST) -> bytes:
 
 
 def leave_behind(path: Path) -> None:
-    """What a server that was killed leaves."""
+    """Leave a socket file as a server does that was killed."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
 

@@ -145,7 +145,7 @@ def test_of_routes_that_all_give_way_the_first_is_taken() -> None:
 
 
 def answer_of(endpoint: Callable[[Call], object]) -> tuple[int, bytes]:
-    """What an endpoint says on a connection of its own."""
+    """Return an endpoint's answer on a connection of its own."""
     pipe = Pipe({"/": endpoint})  # type: ignore[dict-item]
     pipe.feed(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     (reply,) = pipe.replies()

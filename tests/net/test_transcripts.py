@@ -1,4 +1,4 @@
-"""What goes over a connection, byte for byte where it matters, whole and in every split."""
+"""Bytes of whole connections, exact where it matters, whole and in every split."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class PlainBatch:
 
 
 class PlainArena:
-    """What the verbs must do."""
+    """The arena's verbs in plain Python."""
 
     def __init__(self, slots: int, max_rows: int, max_attempts: int) -> None:
         self.slots, self.max_rows, self.max_attempts = slots, max_rows, max_attempts

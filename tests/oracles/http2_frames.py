@@ -1,4 +1,4 @@
-"""What the frames in a stream of bytes are, by RFC 9113 4 and 6: whole input in, a list of events out.
+"""The frames in a stream of bytes, by RFC 9113 4 and 6: whole input in, a list of events out.
 
 Same events as fastserve._ext.http2_frames, but DATA and REQUEST are told as DATA frames in one piece.
 """

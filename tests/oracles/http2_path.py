@@ -1,4 +1,4 @@
-"""What is compiled of a request's way over HTTP/2, in plain Python: the fields of streams and calls, the
+"""The compiled part of a request's way over HTTP/2, in plain Python: the fields of streams and calls, the
 decisions of the way in and out, and the frames of an answer."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallPath:
 
 
 def goes_short(number: int, body: bytes, head: Any, at: Mapping[str, int], streams: int) -> str:
-    """What becomes of a whole request: "answer", "anew" or "length"."""
+    """Decide on a whole request: "answer", "anew" or "length"."""
     known = head is not None and number == at["last"] + 2 and number <= at["stop"]
     if not known or streams >= at["most"] or at["queued"] > at["most_queued"]:
         return "anew"

@@ -1,4 +1,4 @@
-"""What _ext.json_bounds says of a document, by the standard library: all of it is made, then walked."""
+"""The results of _ext.json_bounds, by the standard library: all of it is made, then walked."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Fields = Mapping[int, Any]
 
 @dataclass
 class Holes:
-    """What is put back, in the order of the message."""
+    """The fields that are put back, in the order of the message."""
 
     leads: deque[int]
     data: deque[bytes]

@@ -35,7 +35,7 @@ def _unmap(message: DescriptorProto) -> None:
 
 
 def without_maps(messages: Messages) -> Messages:
-    """The same wire format with each map as the repeated entries it is.
+    """Return the wire format with each map as the repeated entries it is.
 
     The library's Python half drops a map entry with an unknown field in it; its C++ half, which real
     servers use, keeps it, and so does a message that is not called a map.

@@ -1,4 +1,4 @@
-"""What fastserve._ext.stream_path does, in Python."""
+"""fastserve._ext.stream_path in plain Python."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def encode(name: str, dtype: str, shape: tuple[int, ...], data: bytes, content: 
 
 
 def values_of(dtype: str, data: bytes) -> list[Any]:
-    """What the field of a dtype holds."""
+    """Return the values in the field of a dtype."""
     if dtype == "bytes":
         found = []
         while data:

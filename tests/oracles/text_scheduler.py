@@ -16,7 +16,7 @@ class PlainSequence:
 
 
 class PlainScheduler:
-    """What a step does to whom: `step` returns (rids that get a token, rids that end without one)."""
+    """The text scheduler in plain Python: `step` returns rids that get a token, and rids that end without."""
 
     def __init__(self, slots: int, step_tokens: int) -> None:
         self.slots, self.step_tokens = slots, step_tokens

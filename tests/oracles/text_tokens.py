@@ -1,4 +1,4 @@
-"""What _ext/text_tokens does, in Python."""
+"""_ext/text_tokens in plain Python."""
 
 from __future__ import annotations
 

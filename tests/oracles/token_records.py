@@ -1,4 +1,4 @@
-"""What token_records does, in plain Python: prompts as bytes, and a line of sequences with a bound each."""
+"""token_records in plain Python: prompts as bytes, and a line of sequences with a bound each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlainLine:
         return self.count[name] - self.taken[name] < self.window
 
     def publish(self) -> set[int]:
-        """Those that are over with it."""
+        """Publish records and return the sequences that are over with them."""
         over = {name for name, records in self.said.items() if records and records[-1][1]}
         for name, records in self.said.items():
             self.sent[name] += records

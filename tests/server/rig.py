@@ -144,7 +144,7 @@ class Served:
             client.close()
 
     def asking(self, *rows: float, model: str = "twice") -> asyncio.Task[tuple[int, Any]]:
-        """The same, begun."""
+        """Begin `ask` in a task."""
         return asyncio.ensure_future(self.ask(*rows, model=model))
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def test_constructor_arguments_and_the_three_steps():
 
 @pytest.fixture
 def loop():
-    """What start() finds outside a running loop: the thread's own."""
+    """The loop that start() finds outside a running one: the thread's own."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     yield loop

@@ -1,4 +1,4 @@
-"""What clients see of a model: the config's order and axes, what may be left out, one view per version."""
+"""A model as clients see it: the config's order and axes, what may be left out, one view per version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown for a question: at once, later, or not at all; and whose client leaves meanwhile."""
+"""Answers to a question: at once, later, or not at all; and whose client leaves meanwhile."""
 
 from __future__ import annotations
 

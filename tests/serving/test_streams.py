@@ -17,7 +17,8 @@ FAULT = ServeError(Kind.INTERNAL, "the test's")
 
 
 class Asked:
-    """What `begin` is given, by number: answered at once, later by the test, in pieces, or with a fault."""
+    """Requests that `begin` is given, by number: answered at once, later by the test, in pieces, or with a
+    fault."""
 
     def __init__(self) -> None:
         self.turns: dict[int, Turn] = {}

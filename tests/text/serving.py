@@ -118,7 +118,7 @@ class Served:
         return scheduler.queue
 
     def left(self, version: Version) -> tuple[int, ...]:
-        """What is still held: nothing, when nobody is left."""
+        """Return all that is still held: nothing, when nobody is left."""
         queue = self.queue(version)
         ring = queue.ring
         return ring.outstanding(), ring.slab_pages_used(), queue.waiting, queue.unreleased, queue.prompt_pages

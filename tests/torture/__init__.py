@@ -1,1 +1,1 @@
-"""What takes minutes: run by `make torture`, not by `make test`."""
+"""Tests that take minutes: run by `make torture`, not by `make test`."""

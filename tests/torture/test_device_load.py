@@ -100,7 +100,7 @@ def over_grpc(served: Running, found: Counter[str], end: float) -> None:
 
 
 def load(served: Running, clients: int) -> Counter[str]:
-    """What its clients heard; a worker is killed every few seconds meanwhile."""
+    """Return the answers to clients while a worker is killed every few seconds."""
     found: Counter[str] = Counter()
     end, over = time.monotonic() + SECONDS, threading.Event()
 

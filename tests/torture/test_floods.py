@@ -1,5 +1,5 @@
-"""What floods cost somebody else: the 99th percentile of a bystander's times beside a flood, beside a client
-that asks as fast as it is answered, and beside the same flood poured into a socket that only reads.
+"""Costs of floods to somebody else: the 99th percentile of a bystander's times beside a flood, beside a
+client that asks as fast as it is answered, and beside the same flood poured into a socket that only reads.
 
 On a machine of a few cores a bystander waits for a processor first of all, beside whatever never waits, and
 that is no work of the server's. So of each of its times is left out what the kernel says that the threads on
@@ -125,7 +125,7 @@ def held_up(pid: int) -> Iterator[None]:
 
 
 def read_for_good(told: Connection) -> None:
-    """Whatever comes, from one client after another."""
+    """Read all that comes, from one client after another."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         told.send(listening.getsockname()[1])
         while True:

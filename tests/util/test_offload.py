@@ -101,7 +101,7 @@ def test_one_at_a_time_while_the_loop_goes_on() -> None:
 
 
 def test_a_caller_that_is_cancelled_waits_for_the_end() -> None:
-    """What the work looks at is the caller's to give back. Cancelling twice changes nothing."""
+    """Memory that the work looks at is the caller's to give back. Cancelling twice changes nothing."""
 
     async def work() -> None:
         offload, slow = Offload(), Slow()

@@ -239,7 +239,7 @@ def test_runs_and_slots_of_a_text_queue_are_heard_behind_those_that_cannot_be() 
 
 
 def test_a_version_closes_though_a_front_has_died() -> None:
-    """What the dead one held is reclaimed: nobody is asked, and so nobody is waited for."""
+    """Rows that the dead front held are reclaimed: nobody is asked, and so nobody is waited for."""
 
     async def main() -> None:
         link = cast(Any, FrontLink.__new__(FrontLink))

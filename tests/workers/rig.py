@@ -1,4 +1,4 @@
-"""What the worker tests share: a model on disk, and an arena that is a socket."""
+"""Helpers of the worker tests: a model on disk, and an arena that is a socket."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fastserve.workers.device.cuda import CudaDevice
 
 
 class Recorded:
-    """What has been called, in its order; `broken` names what raises."""
+    """A recorder of calls, in their order; `broken` names what raises."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

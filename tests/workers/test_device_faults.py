@@ -1,5 +1,5 @@
-"""What goes wrong on a device beside the model: no memory for a batch's rows, copies that are refused, an
-owner that does not listen. Everybody is answered, and nothing is kept."""
+"""Faults of a device beside the model: no memory for a batch's rows, copies that are refused, an owner that
+does not listen. Everybody is answered, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def failing(call: Any, error: Exception, *, first: int = 1, when: Any = lambda *
 @pytest.mark.lingers  # what is logged keeps the traceback, and that the arena
 @pytest.mark.parametrize("busy", [0, 1])
 def test_no_memory_for_the_rows_of_a_batch(busy: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Those that are in flight land first; then it is run as one that has run out while it computed."""
+    """Batches in flight land first; then this one is run as one without memory while it computed."""
     with device_pair(DeviceFunction(X, Y, twice)) as it:
         places = [it.put(x=rows(1, 2, 3, 4)) for _ in range(busy + 1)]
         for _ in range(busy):

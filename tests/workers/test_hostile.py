@@ -26,7 +26,7 @@ while b'"stop"' not in (line.recv(100000) or b'"stop"'): pass
 
 
 def outcome(tmp_path: Path, *lines: bytes) -> str:
-    """What `start` says of a worker that sends these datagrams; "started" when it is content."""
+    """Return the outcome of `start` for a worker that sends these datagrams; "started" when it is content."""
     found = []
 
     async def scenario() -> None:

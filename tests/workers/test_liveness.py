@@ -14,7 +14,7 @@ from fastserve.workers.liveness import ProcessActivity, Silence, look_at
 
 
 class Kernel:
-    """What /proc says, look by look, and the time."""
+    """Contents of /proc, look by look, and the time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str, cpu_share: float = 0.0) -> None:
         self.now, self.cpu_s, self.state, self._share = 100.0, 5.0, state, cpu_share

@@ -26,7 +26,7 @@ WORDS = "there is no memory for a batch of 1 rows: "
 
 
 class Line:
-    """What a worker tells the server."""
+    """The line on which a worker tells the server."""
 
     def __init__(self) -> None:
         self.told: list[dict] = []
@@ -222,7 +222,7 @@ def test_groups_of_a_batch_whose_copies_were_refused_run_apart_again(stage, line
 
 @FORMS
 def test_one_row_that_was_not_alone_is_tried_once_more(form, line):
-    """What was beside it on the device has landed by then."""
+    """The batch beside it on the device has landed by then."""
     script = Script(faults=[Fault(stage="compute", what="out of memory", at=0)])
     twice = DeviceFunction(*form, lambda inputs: {"y": inputs["x"] * 2})
     with device_pair(twice, script, max_batch_size=1) as it:

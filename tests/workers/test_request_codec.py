@@ -1,4 +1,4 @@
-"""What is compiled of Triton's Python API: requests over slabs as they were sent, responses as the general
+"""The compiled part of Triton's Python API: requests over slabs as they were sent, responses as the general
 writer writes them, whatever their tensors are; and no object of the API can be made to lead anywhere else."""
 
 from __future__ import annotations

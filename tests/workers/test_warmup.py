@@ -18,7 +18,7 @@ DATA = np.arange(4, dtype=np.int32)
 
 
 def run(folder: Path, name: str) -> list[Any]:
-    """What a model that takes 4 int32 was run with."""
+    """Return the inputs that a model of 4 int32 was run with."""
     ran: list[Any] = []
     spec = TensorSpec("x", DTYPES["int32"], (4,))
     backend: Any = SimpleNamespace(inputs={"x": spec}, run=ran.append)

@@ -267,7 +267,8 @@ def test_a_session_on_a_device_says_when_it_is_none(tmp_path: Path, monkeypatch:
 
 
 def test_io_binding_puts_results_into_the_slot(tmp_path: Path) -> None:
-    """What a worker with a CUDA provider does, on the CPU's: the same calls, and memory of the host."""
+    """A worker with a CUDA provider binds its outputs so; here on the CPU's provider: the same calls, and
+    memory of the host."""
     backend = create({"backend": "onnx", "max_batch_size": 4}, affine(tmp_path), 0)
     backend.load()
     assert not backend.binds_outputs

@@ -90,7 +90,7 @@ def test_what_the_device_has_no_memory_for_is_run_in_parts(tmp_path: Path) -> No
 
 @pytest.mark.lingers  # what is logged keeps the traceback, and that the arena
 def test_an_output_of_another_shape_than_was_made_for_it(tmp_path: Path) -> None:
-    """What ONNX Runtime refuses to write is not answered: the reason is the plain run's."""
+    """An output that ONNX Runtime refuses to write is not answered: the reason is the plain run's."""
     version_dir = save(
         tmp_path,
         [helper.make_node("NonZero", ["x"], ["at"]), helper.make_node("Transpose", ["at"], ["y"])],

@@ -1,4 +1,4 @@
-"""What only a config.pbtxt asks of the onnx backend: another file, reshape, the session's options."""
+"""Options of the onnx backend that only a config.pbtxt has: another file, reshape, the session's options."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_autocast_of_an_exported_program_gives_what_is_declared(
 
 
 def test_autocast_is_around_forward_alone(tmp_path: Path) -> None:
-    """What forward computes in is what the option says; weights and inputs stay as they are."""
+    """Forward computes in the type that the option names; weights and inputs stay as they are."""
     source = """
         import torch
         class Model(torch.nn.Module):

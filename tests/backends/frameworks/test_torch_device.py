@@ -13,7 +13,7 @@ GPU = SimpleNamespace(type="cuda", index=0)
 
 
 class Torch:
-    """What of torch is asked, of a device of 1000 bytes."""
+    """The part of torch that is asked, for a device of 1000 bytes."""
 
     def __init__(self) -> None:
         self.cuda = self

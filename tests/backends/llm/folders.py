@@ -26,7 +26,7 @@ _SIZE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 PLAIN = ("gpt2", "llama_biased", "mistral_gelu")
-"""Those that run in transformers' code; the others' forward is written out."""
+"""Families that run in transformers' code; the others' forward is written out."""
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 _STRETCHED = {
     "rope_type": "llama3",
@@ -78,7 +78,7 @@ def save_model(folder: Path, family: str, *, spread: float = 0.25, **saving: Any
 
 
 def generate(model: Any, prompt: list[int], count: int, **settings: Any) -> list[int]:
-    """What transformers makes of it: the oracle."""
+    """Generate with transformers, as the oracle."""
     ids = torch.tensor([prompt])
     made = model.generate(
         ids,

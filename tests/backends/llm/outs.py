@@ -17,7 +17,7 @@ class Heard:
         self.extras: dict[int, list[Extra]] = {}
         self.took_us: dict[int, list[int]] = {}
         self.order: list[int] = []
-        """Whose first tokens came, in their order."""
+        """The sequences whose first tokens came, in their order."""
         self.blocked: set[int] = set()
 
     def token(

@@ -16,7 +16,7 @@ POISON = VOCAB - 1
 
 
 def next_token(said: list[int]) -> int:
-    """What the scripted model says after these tokens; never POISON."""
+    """Return the token that the scripted model says after these; never POISON."""
     return zlib.crc32(np.array(said, np.int64).tobytes()) % (VOCAB - 1)
 
 
@@ -66,7 +66,7 @@ class ScriptedModel:
         return logits
 
     def states(self) -> np.ndarray:
-        """What each of these places holds, and where it is."""
+        """Return the contents of each of these places, and where it is."""
         plan = self.plans[-1]
         assert plan.pooled is not None
         return np.stack((plan.tokens, plan.positions), 1)[plan.pooled].astype(np.float32)

@@ -107,7 +107,7 @@ class Served:
             response.release()
 
     async def listen(self, name: str, numbers: list[int], **fields: Any) -> list[Any]:
-        """What a stream of `repeat` gives: numbers, and the words of errors."""
+        """Collect the answers of a stream of `repeat`: numbers, and the words of errors."""
         found: list[Any] = []
         async for response in self.engine.stream(self.version(name), repeat(numbers, **fields)):
             found.append(response.error.message if response.error else int(arrays(response)["OUT"][0]))

@@ -93,7 +93,7 @@ def test_a_stream_of_another_model_in_a_coroutine(served):
 
 
 def say(served, word):
-    """What `loads` answers to a word."""
+    """Return the answer of `loads` to a word."""
     inputs = [{"name": "IN", "datatype": "BYTES", "shape": [1], "data": [word]}]
     _, found = ask(served, "models/loads/infer", {"inputs": inputs})
     return found["outputs"][0]["data"][0]

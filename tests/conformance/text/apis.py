@@ -14,7 +14,7 @@ from typing import Any
 
 MODEL = "m1"
 TEXT, VECTOR = "one two three ", (1.0, 2.0, 3.0)
-"""What the models of these tests answer."""
+"""The answer of the models of these tests."""
 FULL, LOST, LATE, UNKNOWN, INTERNAL = "full", "lost", "late", "unknown", "internal"
 WORDS = {
     FULL: "the queue of this model is full",
@@ -36,7 +36,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Said:
-    """What a reply comes to. `error` is "" for none."""
+    """The content of one reply. `error` is "" for none."""
 
     status: int
     text: str
@@ -79,7 +79,7 @@ class Api:
         return self.path.replace("MODEL", model)
 
     def read(self, reply: Reply) -> Said:
-        """What it says. Half an object at its end is none."""
+        """Read one event. Half an object at its end is none."""
         objects = self._objects(reply)
         error = _error_of(objects[-1]) if objects else "there is nothing in the reply"
         good = objects[: len(objects) - bool(error)]

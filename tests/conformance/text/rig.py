@@ -96,7 +96,7 @@ class Model:
     def close(self):
         pass
 """
-"""The same words and a vector: an engine that runs its sequences itself."""
+"""A model of the same words and vector: an engine that runs its sequences itself."""
 CONFIG = {
     "backend": "text_python",
     "text": {
@@ -172,7 +172,7 @@ class TextRig:
         assert not any(self.held()), self.held()
 
     def held(self) -> list[float]:
-        """What is outstanding in any arena, and what the gauges say."""
+        """Return the rows outstanding in any arena, and the gauges."""
         queues = [hosted.queue for hosted in self.server.host.hosted.values()]
         levels = self.server.registry.read(names.TEXT_RUNNING, names.TEXT_WAITING, names.TEXT_KV_USED)
         return [

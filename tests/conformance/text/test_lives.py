@@ -1,4 +1,4 @@
-"""What may become of a text request, in every API over every transport."""
+"""Ends of a text request, in every API over every transport."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_lives(rig: TextRig, api: Api, transport: str) -> None:
 @ONCE
 @pytest.mark.logs_errors
 def test_the_worker_is_lost(rig: TextRig, api: Api, transport: str) -> None:
-    """Who has begun is told; who has not is answered by the next one."""
+    """A sequence that has begun is told; one that has not is answered by the next worker."""
 
     async def work() -> None:
         rig.stop()
@@ -128,7 +128,7 @@ def test_time_is_up(rig: TextRig, transport: str, prompt: str) -> None:
 
 @ONCE
 def test_a_version_is_loaded_anew_and_unloaded_under_streams(rig: TextRig, api: Api, transport: str) -> None:
-    """Who runs or waits is answered by the version it was asked of."""
+    """A sequence that runs or waits is answered by the version that was asked."""
 
     async def work() -> None:
         rig.stop()

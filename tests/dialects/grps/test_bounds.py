@@ -1,5 +1,5 @@
-"""What bounds a request of grps before objects are made of it: JSON's counts, and numbers of large messages
-that the protobuf library never sees. No server."""
+"""Bounds of a grps request before objects are made of it: JSON's counts, and numbers of large messages that
+the protobuf library never sees. No server."""
 
 from __future__ import annotations
 

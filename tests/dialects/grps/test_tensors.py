@@ -55,7 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the fast path said, one by one."""
+    """Record whether the fast path took each request."""
     said: list[bool] = []
     start = FastPath.start
 

@@ -62,7 +62,7 @@ class Client:
         return call
 
     async def told(self, name: str, *args: Any, **options: Any) -> Any:
-        """What a call answers, as the values its JSON has."""
+        """Return a call's answer as the values of its JSON."""
         plain = {} if self.kind == "http" else {"as_json": True}
         return await getattr(self, name)(*args, **options, **plain)
 
@@ -115,7 +115,7 @@ def warm_up(served: Running) -> None:
 
 
 class Answers:
-    """What a callback of the blocking gRPC client was given."""
+    """Arguments that a callback of the blocking gRPC client was given."""
 
     def __init__(self) -> None:
         self._found: queue.Queue[tuple[Any, Any]] = queue.Queue()

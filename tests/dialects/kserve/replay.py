@@ -50,7 +50,7 @@ GRPC = read_vectors("triton_v2_grpc.jsonl", "probe_g")
 
 @dataclass
 class Answers:
-    """What the server said, by the cases' ids."""
+    """The server's answers, by the cases' ids."""
 
     http: dict[str, Reply]
     grpc: dict[str, RpcReply]
@@ -90,7 +90,7 @@ async def replay(folder: Path) -> Answers:
 
 
 async def load_again(address: tuple[str, int]) -> None:
-    """Whatever the HTTP cases unloaded."""
+    """Load again the models that the HTTP cases unloaded."""
     index = {"method": "POST", "path": "/v2/repository/index", "headers": {}, "body": ""}
     for entry in json.loads((await exchange(address, index))[2]):
         if entry.get("state") != "READY" and entry["name"] not in ("bad", "newm", *UNASKED):

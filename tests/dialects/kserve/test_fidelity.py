@@ -1,4 +1,4 @@
-"""What Triton 24.10 answers, asked in person: bytes behind the JSON, verbs, long ids, ensembles' classes."""
+"""Answers recorded of Triton 24.10: bytes behind the JSON, verbs, long ids, ensembles' classes."""
 
 from __future__ import annotations
 

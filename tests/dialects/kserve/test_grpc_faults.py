@@ -38,7 +38,7 @@ async def held(served: GrpcServed, folder: Path) -> asyncio.Future[list[float]]:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_deadline_in_the_queue_and_while_running(tmp_path: Path, fast: bool) -> None:
-    """What waited is not run; what ran leaves its place."""
+    """A request that waited is not run; one that ran leaves its place."""
     write_model(tmp_path, max_batch_size=1)
 
     async def work() -> None:

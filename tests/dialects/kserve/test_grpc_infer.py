@@ -27,7 +27,7 @@ IDS = ["", "7", "é\n", "a" * 40]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the fast path said, one by one."""
+    """Record whether the fast path took each request."""
     said: list[bool] = []
     start = MessageTemplates.start
 
@@ -101,7 +101,7 @@ def test_both_paths_answer_alike(model: str, tmp_path: Path, taken: list[bool]) 
 
 
 def test_a_head_is_known_for_one_version(tmp_path: Path, taken: list[bool]) -> None:
-    """What is loaded anew answers at once, and its batches hold every caller's own rows."""
+    """A version that is loaded anew answers at once, and its batches hold every caller's own rows."""
     write_model(tmp_path)
 
     async def work() -> None:

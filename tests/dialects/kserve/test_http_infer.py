@@ -235,7 +235,7 @@ class Served:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the fast paths said, one by one."""
+    """Record whether the fast paths took each request."""
     said: list[bool] = []
     start = HttpTemplates.start
 

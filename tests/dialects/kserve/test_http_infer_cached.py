@@ -57,7 +57,7 @@ class ServedCached(Served):
         super().__init__(folder, response_cache_bytes=1 << 20)
 
     async def count(self, number: int, id: str = "") -> Any:
-        """What `counts` says to a number."""
+        """Return the answer of `counts` to a number."""
         body = {"inputs": [{"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [number]}]}
         if id:
             body = {"id": id, **body}
@@ -69,7 +69,7 @@ class ServedCached(Served):
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the fast path said, one by one."""
+    """Record whether the fast path took each request."""
     said: list[bool] = []
     start = HttpTemplates.start
 

@@ -1,4 +1,4 @@
-"""What Triton's flags switch on a whole server: restricted APIs, forwarded headers, sizes, traces, logs."""
+"""Triton's flags on a whole server: restricted APIs, forwarded headers, sizes, traces, logs."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ MOMENTS = [
 
 
 def traced(path: Path) -> dict[int, dict[str, Any]]:
-    """What a trace file says of each request: its name and when what happened."""
+    """Read each request of a trace file: its name and when what happened."""
     found: dict[int, dict[str, Any]] = {}
     for entry in json.loads(path.read_text()):
         one = found.setdefault(entry["id"], {"times": {}, "tensors": []})

@@ -1,4 +1,4 @@
-"""What is told of a body with several faults; texts of numbers."""
+"""The error of a body with several faults; texts of numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INPUTS = {"inputs": [{**X, "data": [1]}]}
      ({**INPUTS, "outputs": [{"name": 1}]}, "Unable to parse 'name'")],
 )  # fmt: skip
 def test_the_first_fault_is_told(body: dict[str, Any], told: str) -> None:
-    """What the JSON says before a fault in it is looked at first, also what its reader does not know."""
+    """Fields before a fault in the JSON are looked at first, also those that its reader does not know."""
     with pytest.raises(ServeError) as caught:
         read_body(read_header(json.dumps(body).encode()), b"", "m", no_region)
     assert caught.value.message.startswith(told)

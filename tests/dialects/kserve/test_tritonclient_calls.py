@@ -191,7 +191,7 @@ def inputs_and_outputs() -> dict[str, Any]:
 
 
 async def shown_config(client: Client, name: str) -> dict[str, Any]:
-    """What the config call shows goes back in as it is."""
+    """Return the result of the config call, which goes back in as it is."""
     told = await client.told("get_model_config", name)
     found: dict[str, Any] = told if client.kind == "http" else told["config"]
     return found

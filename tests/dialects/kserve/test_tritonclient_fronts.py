@@ -64,7 +64,7 @@ def test_inference_and_metadata(served: Running, flavour: str) -> None:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_statistics_are_of_the_whole_server(served: Running, flavour: str) -> None:
-    """What each of many connections did is in what the last one is shown."""
+    """Statistics that the last connection is shown include those of many others."""
 
     async def count(client: Client) -> int:
         told = await client.told("get_inference_statistics", "sums")

@@ -241,7 +241,7 @@ def test_a_name_that_nobody_has_is_404_otherwise(names: list[str], options: Text
 
 
 def test_bodies_that_were_changed_somewhere_crash_nothing(server: Local) -> None:
-    """Whatever a changed byte makes of it, it is answered or refused."""
+    """A body with a changed byte is answered or refused."""
     whole = {
         "model": "m1", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "n": 2,
         "logprobs": True, "top_logprobs": 1, "stop": ["zz"], "stream": False, "seed": 5, "max_tokens": 3,

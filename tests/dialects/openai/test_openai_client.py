@@ -47,7 +47,7 @@ def client(server: Local) -> Iterator[openai.OpenAI]:
 
 
 def strictly(kind: Any, found: Any) -> None:
-    """What the client read is what its type says; it does not look itself."""
+    """Check a reply against the client's type, which the client does not do itself."""
     pydantic.TypeAdapter(kind).validate_python(found.model_dump(), strict=False)
 
 

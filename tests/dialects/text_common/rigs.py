@@ -49,5 +49,5 @@ PROFILES: dict[str, dict[str, Any]] = {
 
 
 def prompt_of(request: TextRequest) -> str:
-    """What a scripted model was asked, where its engine takes text."""
+    """Return the prompt of a scripted model whose engine takes text."""
     return request.note.text

@@ -1,4 +1,4 @@
-"""What a body of megabytes costs, of every shape and on every route that takes text: it is refused or skipped
+"""Costs of a body of megabytes, of every shape and on every route that takes text: it is refused or skipped
 in little time and memory. A model of 1,023 tokens with a tokenizer serves, in the process of the test."""
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ WELL = (Kind.INVALID_ARGUMENT, True)
 
 
 def outcome(read: Callable[[Any], Any], body: bytes) -> str:
-    """What a body comes to; anything but a request or words for its client is a fault of the reader's."""
+    """Return the request or the words for its client that a body comes to; anything but a request or words
+    for its client is a fault of the reader's."""
     try:
         found = read(read_json(body, OPTIONS.json_depth))
     except ServeError as fault:

@@ -29,7 +29,7 @@ Servers = dict[tuple[str, str], Asking]
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Those of this module, by rig and profile: real ones, with workers."""
+    """Servers of this module, by rig and profile: real ones, with workers."""
     with ExitStack() as stack:
         known: Servers = {}
         for rig, profile in sorted({(case["rig"], case["profile"]) for case in CASES}):

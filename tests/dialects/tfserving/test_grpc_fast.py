@@ -52,7 +52,7 @@ VALUES = [0, 1, 7, 300, 15360]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the fast path said, one by one."""
+    """Record whether the fast path took each request."""
     said: list[bool] = []
     start = MessageTemplates.start
 
@@ -97,7 +97,7 @@ def make_request(pick: random.Random) -> Any:
 
 
 def doubled(request: Any) -> bytes:
-    """The same request, with an input in it twice."""
+    """Return the request with an input in it twice."""
     entry = field(1, 2, b"a") + field(2, 2, TFS.TensorProto(dtype=7).SerializeToString())
     data: bytes = field(2, 2, entry) + request.SerializeToString()
     return data
@@ -168,7 +168,8 @@ def test_a_head_is_known_for_one_version(tmp_path: Path, taken: list[bool]) -> N
 
 
 def test_a_worker_that_dies(tmp_path: Path, taken: list[bool]) -> None:
-    """Who killed it is told so, the next one is answered, and nothing stays taken (`serving` looks)."""
+    """The request that killed a worker is told so, the next one is answered, and nothing stays taken
+    (`serving` looks)."""
     write_model(tmp_path, restart_backoff_s=0.01)
 
     async def work() -> None:

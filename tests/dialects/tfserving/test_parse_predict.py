@@ -79,7 +79,7 @@ class Refusal:
 
 
 def outcome(read: Callable[[], Any]) -> Any:
-    """What `read` returns, or the Refusal it raises."""
+    """Return the result of `read`, or the Refusal that it raises."""
     try:
         return read()
     except ServeError as fault:

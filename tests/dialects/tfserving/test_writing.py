@@ -1,4 +1,4 @@
-"""What the dialect writes: predict replies, results, errors, status, metadata, the metrics page."""
+"""Texts that the dialect writes: predict replies, results, errors, status, metadata, the metrics page."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ STRING = 13
 
 
 class ProtocolError(Exception):
-    """What makes the original client give up."""
+    """A reply at which the original client gives up."""
 
 
 @dataclass

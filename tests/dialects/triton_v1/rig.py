@@ -30,7 +30,7 @@ Reply = tuple[int, dict[str, str], bytes]
 
 @dataclass
 class Result:
-    """What an inference came to, whatever it was asked over. `status` is "SUCCESS", or code and text."""
+    """The outcome of an inference over any transport. `status` is "SUCCESS", or code and text."""
 
     status: str
     header: Any

@@ -1,5 +1,5 @@
-"""What goes wrong, with the exact texts of spec 3.4: headers that lie, bodies that do not fit, regions that
-are not there or go away, sequences, queues and times. Nothing hangs and nothing is left behind."""
+"""Faults and their exact texts (spec 3.4): headers that lie, bodies that do not fit, regions that are not
+there or go away, sequences, queues and times. Nothing hangs and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_places_that_are_not_there(tmp_path: Path, region: Path) -> None:
 
 
 def test_a_place_larger_than_memory(tmp_path: Path, region: Path) -> None:
-    """What a header claims takes no memory before the region was looked at."""
+    """A size that a header claims takes no memory before the region was looked at."""
     models.write(tmp_path, "free")
     where = place(0, 2**45)
 

@@ -61,7 +61,7 @@ def test_the_same_answers_by_both_paths(tmp_path: Path, dense: bool) -> None:
 
 
 async def without_engine(served: Rig, asked: list[Any]) -> list[Result]:
-    """What comes of them when only the fast paths can answer."""
+    """Ask when only the fast paths can answer."""
 
     async def refuse(*_: object) -> None:
         raise ServeError(Kind.INTERNAL, "the general path was asked")
@@ -93,7 +93,7 @@ def test_a_request_that_the_fast_path_leaves_is_offered_once(tmp_path: Path) -> 
 
 
 async def without_fast_paths(served: Rig, asked: list[Any]) -> list[Result]:
-    """What comes of them when no header is known."""
+    """Ask when no header is known."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastserve.dialects.triton_v1.infer.HttpHeaderCache.start", lambda *_: False)
         patch.setattr("fastserve.dialects.triton_v1.infer.RpcHeaderCache.start", lambda *_: False)

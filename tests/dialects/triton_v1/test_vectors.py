@@ -129,7 +129,7 @@ def test_http(tmp_path: Path, write: Callable[[Path], None]) -> None:
 
 
 async def play(served: Rig, case: dict[str, Any], region: str = "") -> list[str]:
-    """What is wrong with the answer to a case."""
+    """Play a case and return the faults of its answer."""
     asked = case["request"]
     path, headers = asked["path"].replace("inp_shm", region), dict(asked["headers"])
     body = bytes.fromhex(asked["body_hex"])

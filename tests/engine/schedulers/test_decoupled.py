@@ -241,7 +241,7 @@ def test_a_slow_reader_keeps_a_model_that_nobody_waits_for(tmp_path, monkeypatch
 
 
 class Shelf:
-    """What a backlog sees of a queue."""
+    """The part of a queue that a backlog sees."""
 
     turned_away = 0
     arena = SimpleNamespace(geometry=SimpleNamespace(slab_pages=1000))

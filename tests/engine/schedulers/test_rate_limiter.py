@@ -1,4 +1,4 @@
-"""Who runs while others hold what it needs, and that nothing is ever held by nobody."""
+"""Turns of models that share resources; nothing is ever held by nobody."""
 
 from __future__ import annotations
 

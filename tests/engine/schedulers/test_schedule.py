@@ -1,4 +1,4 @@
-"""What a version's schedule says when it opens."""
+"""The log of a version's schedule when it opens."""
 
 from __future__ import annotations
 

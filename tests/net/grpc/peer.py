@@ -26,7 +26,7 @@ Headers = list[tuple[str, str]]
 
 @dataclass
 class Answer:
-    """What came on one stream."""
+    """The answer on one stream."""
 
     headers: list[dict[str, str]] = field(default_factory=list)
     data: bytearray = field(default_factory=bytearray)

@@ -114,7 +114,7 @@ def test_a_bad_request_fails_alone(body: bytes, headers: Any, status: Kind, word
 
 
 def test_malformed_calls_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    """Whoever sends them writes no log by it."""
+    """A client that sends malformed calls writes no log by them."""
     monkeypatch.setattr(method_module, "_limited_log", RateLimitedLog(method_module.log))
 
     async def main() -> None:
@@ -144,7 +144,7 @@ def test_malformed_calls_are_logged_once(caplog: pytest.LogCaptureFixture, monke
     ],
 )
 def test_a_method_hears_of_a_stream_that_is_broken(wrong: tuple[bytes, bool], status: Kind) -> None:
-    """What it has begun for it ends then and there, as when the client leaves."""
+    """Work that it has begun ends then and there, as when the client leaves."""
     stopped: list[bytes] = []
 
     async def wait(requests: AsyncIterator[bytes], rpc: Any) -> AsyncIterator[bytes]:

@@ -79,7 +79,7 @@ def transcript() -> bytes:
 
 
 async def replies(parts: list[bytes]) -> dict[int, list[Any]]:
-    """What comes back on each stream: its header blocks decoded, its bytes joined."""
+    """Return the answers of each stream: its header blocks decoded, its bytes joined."""
     terms = RpcTerms(1 << 20, Limits(), None, Opening())
     calls = GrpcCalls({method.path: method for method in SERVED}, terms, 0)
     pipe = Pipe({}, services=[calls], only_http2=True)

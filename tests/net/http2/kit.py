@@ -146,7 +146,7 @@ class Raw:
         return bytes(DataFrame(number, data=data, flags=list(flags)).serialize())
 
     def frames(self) -> list[Frame]:
-        """What the server has sent since the last time."""
+        """Return the frames that the server has sent since the last time."""
         sent, self._seen = self.pipe.sent[self._seen :], len(self.pipe.sent)
         return read_frames(sent)
 

@@ -173,8 +173,8 @@ def test_a_client_that_shuts_its_side_gets_its_replies() -> None:
 
 @pytest.mark.parametrize("shut", ["stream", "connection"])
 def test_a_client_that_shuts_its_side_opens_no_window(shut: str) -> None:
-    """What its windows have room for it gets. No WINDOW_UPDATE can come for the rest, which is given up.
-    A reply for which there is room, and is not made yet, is."""
+    """The client gets as much as its windows have room for. No WINDOW_UPDATE can come for the rest, which is
+    given up. A reply for which there is room, and is not made yet, is."""
 
     async def main() -> None:
         held = Held()
@@ -223,7 +223,7 @@ def test_replies_of_the_turn_in_which_the_client_shuts_its_side() -> None:
 
 
 def test_a_client_that_shuts_its_side_within_a_request() -> None:
-    """What is not whole is told so at once, as over HTTP/1.1; what is whole is answered."""
+    """A request that is not whole is told so at once, as over HTTP/1.1; one that is whole is answered."""
 
     async def main() -> None:
         held = Held()

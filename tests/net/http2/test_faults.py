@@ -1,4 +1,4 @@
-"""What a client may not do, by section of RFC 9113: each broken rule, and how far its consequence reaches.
+"""Faults of clients, by section of RFC 9113: each broken rule, and how far its consequence reaches.
 
 Every case is sent whole and byte by byte. A fault of a stream leaves the connection usable; a fault of the
 connection is told with GOAWAY, and then the connection is closed.

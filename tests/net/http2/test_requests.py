@@ -109,7 +109,7 @@ def opened(number: int, by: int) -> bytes:
 
 
 def sent_of(raw: Raw) -> bytes:
-    """What has come of a reply's body since the last time."""
+    """Return the bytes of a reply's body that have come since the last time."""
     return b"".join(one.data for one in raw.frames() if isinstance(one, DataFrame))
 
 

@@ -85,7 +85,7 @@ def test_what_is_refused_is_refused_and_nothing_else(
 
 
 def judge(leaf: tuple[str, ...], backend: str) -> tuple[list[str], list[str]]:
-    """What is refused and what is idle, without the numbers of repeated fields."""
+    """Return the fields that are refused and those that are idle, without the numbers of repeated fields."""
     raw = given(config_schema(), leaf)
     if leaf[0] not in ("backend", "platform", "ensemble_scheduling"):
         raw["backend"] = backend

@@ -1,4 +1,4 @@
-"""What a config.pbtxt asks of engine and workers, in neutral words."""
+"""Options of a config.pbtxt for engine and workers, in neutral words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server says before its models are there, and when it cannot have its address."""
+"""A server's answers before its models are there, and its words when it cannot have its address."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fastserve.server.front import CertificateWatch
 
 
 class Failing(Credentials):
-    """Those of a process that has no descriptor left."""
+    """Certificates in a process that has no descriptor left."""
 
     looks = 0
 

@@ -1,4 +1,4 @@
-"""What is said at the start of an address that others can reach."""
+"""Warnings at the start about an address that others can reach."""
 
 from __future__ import annotations
 

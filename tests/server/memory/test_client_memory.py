@@ -59,7 +59,7 @@ class Client:
         return call(request, timeout=60)
 
     def over_v2_http(self, model: str, dims: list[int], size: int, offset: int) -> str:
-        """What the server says is wrong, "" for nothing."""
+        """Return the server's error, "" for none."""
         place = {"shared_memory_region": "mine", "shared_memory_byte_size": size}
         place |= {"shared_memory_offset": offset} if offset else {}
         given = {

@@ -1,4 +1,4 @@
-"""What a server keeps for the requests to come holds nothing of the connections and calls before."""
+"""Caches of a server for requests to come: they hold nothing of earlier connections and calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server's processes hold together, under load and after it.
+"""Memory of all processes of a server, under load and after it.
 
 Counted as PSS (/proc/PID/smaps_rollup): a page that n processes share counts as an nth in each, so the
 sum over all processes counts it once. The blocks of an arena's memfd are what that arena holds.

@@ -1,4 +1,4 @@
-"""What a front process holds when clients make it hold much: a real server with a small budget.
+"""Memory of a front process when clients make it hold much: a real server with a small budget.
 
 Memory is RssAnon, what no other process shares: the rows of batches are the arena's matter.
 """

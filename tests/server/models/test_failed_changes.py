@@ -31,7 +31,7 @@ async def ready(client: Client) -> tuple[int, dict]:
 
 
 async def command(served: Served) -> str:
-    """What `fastserve models` prints."""
+    """Return the output of `fastserve models`."""
     arguments = ["--url", f"http://127.0.0.1:{served.port}"]
     result = await asyncio.to_thread(CliRunner().invoke, models, arguments)
     assert result.exit_code == 0, result.output

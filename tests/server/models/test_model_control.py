@@ -1,4 +1,4 @@
-"""What a front process asks the owner of the models: every question is answered, whatever comes of it."""
+"""Questions of a front process to the owner of the models: each is answered, whatever comes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics says after some traffic: every stage of a request, and where it was turned away."""
+"""The page /metrics after some traffic: every stage of a request, and where it was turned away."""
 
 from __future__ import annotations
 

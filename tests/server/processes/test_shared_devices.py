@@ -81,7 +81,8 @@ def ask_row(served: Running, name: str, number: int) -> int:
 
 
 def load(served: Running, clients: int, evil: Callable[[], object], times: int = 3) -> Counter[int]:
-    """What clients of the models that do nothing heard, from before `evil` began until it has been done."""
+    """Return the answers to clients of the models that do nothing, from before `evil` began until it has been
+    done."""
     numbers, over = count(), False
 
     def client(name: str) -> Counter[int]:

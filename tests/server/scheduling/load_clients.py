@@ -34,7 +34,7 @@ LOST = ("died", "is gone, and the sequence's state with it", "no worker of this 
 
 @dataclass
 class Report:
-    """What one load came to."""
+    """The outcome of one load."""
 
     answered: int = 0
     slowest_s: float = 0.0

@@ -91,7 +91,7 @@ def test_models_of_this_server(native: Running, model: Loaded) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "model"), CASES, ids=str)
 def test_for_long_while_workers_are_killed(tmp_path: Path, backend: str, model: Loaded) -> None:
-    """What a dead worker had may be lost, and nothing else."""
+    """Requests of a dead worker may be lost, and no others."""
     chosen = ("--model-control", "explicit", "--load-model", model.name)  # of an ensemble its steps, too
     with start(tmp_path, backend, *chosen) as served:
         killer = Killer(served)

@@ -1,4 +1,4 @@
-"""What goes wrong with sequences, in a whole server: clients that leave, time that passes, ids used twice.
+"""Faults of sequences in a whole server: clients that leave, time that passes, ids used twice.
 
 The model holds a request of the number 0 until the test lets go, and answers with the sum of the numbers of a
 sequence, once kept by itself under the sequence's id and once in a state that the server carries.

@@ -242,7 +242,7 @@ def test_private_networks_are_not_reached(host: str) -> None:
 
 
 def resolves_to(monkeypatch: pytest.MonkeyPatch, *turns: list[str]) -> Callable[[], int]:
-    """What names resolve to, one list a look-up; how often that was looked up."""
+    """Let names resolve to these, one list a look-up; yields how often they were looked up."""
     left = list(turns)
 
     async def getaddrinfo(self: Any, host: str, port: int, **more: Any) -> list[Any]:

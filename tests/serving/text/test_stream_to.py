@@ -218,7 +218,7 @@ def test_whoever_lets_go_of_what_flowed_ends_it() -> None:
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_the_trouble_of_one_of_a_step_is_not_that_of_others(broken: int) -> None:
-    """Whatever a reply raises when it is asked, what comes of the same step for others is passed on."""
+    """Records of the same step for others are passed on, whatever a reply raises when it is asked."""
     run_of: list[Flowing] = []
     replies, faults = [Bare() for _ in range(3)], list[Exception]()
     frames = Frames((Hole.ID, b" "))

@@ -1,4 +1,4 @@
-"""What the request says of itself, as JSON, and what the model was told when it started."""
+"""A model that answers with the request's fields as JSON, and with the arguments of its own start."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the request says of itself, as JSON."""
+"""A model that answers with the request's fields as JSON."""
 
 import json
 
