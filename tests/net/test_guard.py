@@ -324,8 +324,9 @@ def some_bytes(noise: random.Random) -> bytes:
     return made if way == 2 else spoiled(made, noise)
 
 
+@pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("secure", [False, True])
-def test_nothing_that_clients_send_reaches_the_loop_as_an_exception(secure: bool) -> None:
+def test_nothing_that_clients_send_reaches_the_loop_as_an_exception(secure: bool, rounds: int) -> None:
     noise = random.Random(20 + secure)
 
     async def send(listener: HttpListener) -> None:
@@ -343,7 +344,7 @@ def test_nothing_that_clients_send_reaches_the_loop_as_an_exception(secure: bool
 
     async def main() -> None:
         async with watched(secure=secure, with_limits=SMALL) as listener:
-            for _ in range(60 if secure else 40):
+            for _ in range(rounds):
                 await asyncio.gather(*(send(listener) for _ in range(10)))
             async with (tls.client if secure else client)(listener) as peer:
                 peer.send(REQUEST)

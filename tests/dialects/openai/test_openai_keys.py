@@ -33,8 +33,8 @@ TEMPLATE = """{% for message in messages %}{{ message.content }} {% endfor %}
 {%- if reasoning_effort %}try {{ reasoning_effort }}{% endif %}"""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKED: dict[str, dict[str, Any]] = {
-    CHAT: {"model": "m1", "messages": [{"role": "user", "content": "hi"}]},
-    COMPLETIONS: {"model": "m1", "prompt": "hi"},
+    CHAT: {"model": "m1", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"model": "m1", "max_tokens": 2, "prompt": "hi"},
 }
 KINDS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, "/v1/embeddings": EmbeddingRequest}
 REFUSED = [(path, key) for path in ASKED for key in refused_keys(KINDS[path])]

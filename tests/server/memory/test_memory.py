@@ -69,8 +69,8 @@ def test_a_small_model_stays_small_under_load(tmp_path: Path):
     with Running(tmp_path / "models", tmp_path / "log") as served:
         sent = 0
         while sent < 15_000:
-            sent += load(served, "small", "v2-binary", 2.0) + load(served, "small", "v2", 2.0)
-        load(served, "small", "v2-grpc", 1.0)
+            sent += load(served, "small", "v2-binary", 1.0) + load(served, "small", "v2", 1.0)
+        load(served, "small", "v2-grpc", 0.5)
         assert pss_mb(served) < MOST_MB
 
 
