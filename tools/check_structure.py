@@ -162,7 +162,8 @@ def folders(modules: list[Module]) -> Iterator[tuple[str, int]]:
 
 
 def main(prefixes: list[str]) -> int:
-    paths = [path for path in sorted(ROOT.glob("fastserve/**/*.py")) if "/demo/" not in str(path)]
+    package = ROOT / "fastserve"
+    paths = [path for path in sorted(package.glob("**/*.py")) if package / "demo" not in path.parents]
     modules = [Module(path) for path in paths]
     names = {module.name for module in modules}
     circles = [c for c in cycles({m.name: m.imports(names) for m in modules}) if len(c) > CYCLE_FILES]

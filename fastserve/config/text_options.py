@@ -53,6 +53,8 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Prompts that begin as one before use what is computed of it."""
     ageing_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds after which a waiting request counts as one priority higher; 0: never."""
+    runtime: Literal["auto", "torch", "numpy"] = "auto"
+    """What computes it; auto: torch where it is installed, else numpy where that can."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What it computes in; auto: float32 on a CPU, the weights' own on a GPU."""
     tokenizer: Literal["folder", "words", ""] = "folder"

@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastserve.backends.llm.folder import check_folder, find_runtime
 from fastserve.backends.model_errors import explain as explain_error
 from fastserve.backends.registry import find_backend
 from fastserve.config import RepositorySettings
+from fastserve.config.text_options import TextOptions
 from fastserve.config.text_proto import parse_text
 from fastserve.config.yaml_text import read_text
 from fastserve.devices.inventory import MACHINE, VISIBLE, DeviceInventory
-from fastserve.errors import ConfigError
+from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.folder_config import model_file
 from fastserve.repository.layout import Layout, ModelFolder, repository_root
 from fastserve.repository.model_config import ModelConfig, build_specs
@@ -136,6 +138,7 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
         fault = folder.config_of(number).fault
         report.problems += [f"version {number}: {fault}"] if fault else []
         report.problems += _file_problems(folder.versions[number].folder, number, config)
+        report.problems += _runtime_problems(folder.versions[number].folder, number, config)
     report.facts = _facts(folder, config, report)
     return report
 
@@ -204,7 +207,18 @@ def _tensors_text(specs: Iterable[TensorSpec]) -> str:
 
 def _backend_problems(config: ModelConfig) -> list[str]:
     entry = find_backend(config.backend)
-    return [] if entry.installed else [entry.missing_text]
+    return [] if entry.installed or config.backend == "text" else [entry.missing_text]
+
+
+def _runtime_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:
+    """Return why a text model's folder cannot run here: torch is needed by some, and may be missing."""
+    if config.backend != "text":
+        return []
+    try:
+        find_runtime(check_folder(folder), config.text or TextOptions())
+    except (ConfigError, ServeError) as error:
+        return [f"version {number}: {error}"]
+    return []
 
 
 def _file_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:

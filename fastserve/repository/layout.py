@@ -193,7 +193,6 @@ class Layout:
         self.deployment = Path(settings.deployment) if settings.deployment else None
         self.overrides = Overrides()
         self._configs = ConfigReader(settings.model_defaults)
-        self._left_out = excluded_models(settings.repository)
         self._version_batching = settings.version_batching
 
     def check(self) -> None:
@@ -224,8 +223,6 @@ class Layout:
             return found
         for child in sorted(os.scandir(self.root), key=lambda c: c.name):
             if child.name.startswith(".") or child.name == "__pycache__" or not child.is_dir():
-                continue
-            if child.name in self._left_out:
                 continue
             model = self._scan_model(child.name, self.root / child.name, self.root)
             if model is not None and child.name in found:
@@ -335,16 +332,6 @@ def _must_hold_models(root: Path) -> None:
         if (root / held).is_file():
             what = f"one version of a model (it holds {held})"
             raise ConfigError(f"repository: {root} is {what}; give the folder two above it")
-
-
-def excluded_models(repository: str) -> dict[str, str]:
-    """Return models of the demo that are not served, as a framework is not installed: name -> text. Other
-    repositories leave nothing out: a load that fails says so."""
-    if repository != "demo":
-        return {}
-    from fastserve.demo import missing_models
-
-    return missing_models()
 
 
 def repository_root(repository: str) -> Path | None:

@@ -8,7 +8,6 @@ import os
 
 from fastserve.config import Listener, Settings
 from fastserve.config.settings import names_file
-from fastserve.demo import missing_models
 from fastserve.metrics import Readiness
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ def banner_text(
     ports = [listener for listener in http if not listener.in_file]
     if settings.repository == "demo" and ports:
         lines += ["", "Try:", *(f"  {line}" for line in demo_requests(ports[0], settings))]
-        lines += [f"{name} is left out: {why}" for name, why in missing_models().items()]
         if settings.allow_metrics:
             place = _place("http", secure, ports[0])
             lines.append(f"and, in a browser, to see what it does: {place}/console")
@@ -91,9 +89,8 @@ def demo_requests(listener: Listener, settings: Settings) -> list[str]:
     }
     digit = json.dumps({"instances": [[int(n) for n in SEVEN.split(",")]]}, separators=(",", ":"))
     halves = '{"instances": [1.0, 2.0, 5.0]}'
-    told = [] if missing_models() else [f"{curl} -N {root}/infer -d '{json.dumps(prompt)}'"]
     return [
-        *told,
+        f"{curl} -N {root}/infer -d '{json.dumps(prompt)}'",
         f"{base}/half_plus_two:predict -d '{halves}'",
         f"{base}/digits:predict -d '{digit}'",
         f"{base}/digits/metadata",

@@ -28,6 +28,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from fastserve.backends.registry import find_backend
 from fastserve.util.logs import current_logs
 from fastserve.workers.control import ControlFault
 from fastserve.workers.process import ENTRY, THREAD_VARIABLES, OnExit, OnMessage, WorkerProcess, kill_group
@@ -46,10 +47,14 @@ Environment = frozenset[tuple[str, str]]
 
 
 def may_fork(config: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-    """Whether a worker with this config, model.yaml as plain values, may be forked: one of a text model on a
-    CPU, whose numerical libraries have as many threads as `threads` says. A model whose `env` says other
-    numbers, or that leaves them to the libraries (`threads: 0`), needs them read at the import."""
+    """Whether a worker with this config, model.yaml as plain values, may be forked: one of a text model that
+    imports torch and computes on a CPU, whose numerical libraries have as many threads as `threads` says. A
+    model whose `env` says other numbers, or that leaves them to the libraries (`threads: 0`), needs them read
+    at the import."""
     if config.get("backend") != "text" or str(config.get("device") or "cpu") != "cpu":
+        return False
+    runtime = (config.get("text") or {}).get("runtime", "auto")
+    if runtime == "numpy" or (runtime == "auto" and not find_backend("text").installed):
         return False
     threads = int(config.get("threads", 1))
     return threads > 0 and all(environment.get(name) == str(threads) for name in THREAD_VARIABLES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import onnxruntime
 import pytest
 
 from fastserve.config import Listener, RepositorySettings, Settings
-from fastserve.demo import TEXT_MODEL, demo_repository
+from fastserve.demo import demo_repository
 from fastserve.metrics import Readiness
 from fastserve.repository.check import explain
 from fastserve.repository.layout import Layout
@@ -21,6 +22,7 @@ from fastserve.repository.version import Version
 from fastserve.server.banner import banner_text
 
 DEMO_BYTES = 100_000
+TEXT_MODEL = "scribe"
 TEXT_MODEL_BYTES = 8_000_000
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples"
@@ -53,22 +55,22 @@ def test_the_demo_checks_out_and_is_small() -> None:
     assert sum(file.stat().st_size for file in files) < DEMO_BYTES + TEXT_MODEL_BYTES
 
 
-def test_a_machine_without_what_the_text_model_needs_serves_the_others(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_machine_without_torch_serves_all_and_says_what_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
-    )
-    settings = Settings(repository="demo")
-    assert sorted(Layout(settings).scan()) == ["digits", "half_plus_two"]
-    told = banner_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
-    assert "scribe is left out: the text backend needs torch: pip install 'fastserve[llm]'" in told
-    assert "curl -N" not in told
-    monkeypatch.undo()
-    told = banner_text(settings, (Listener("127.0.0.1:1"),), (), Readiness())
-    assert "left out" not in told
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    report = explain(RepositorySettings(repository="demo"))
+    assert report.ok, report.text()
+    told = banner_text(Settings(repository="demo"), (Listener("127.0.0.1:1"),), (), Readiness())
     assert "curl -N http://127.0.0.1:1/infer" in told
+    shutil.copytree(demo_repository() / TEXT_MODEL, tmp_path / TEXT_MODEL)
+    config = tmp_path / TEXT_MODEL / "1" / "config.json"
+    config.write_text(config.read_text().replace('"silu"', '"gelu"'))
+    (tmp_path / TEXT_MODEL / "model.yaml").write_text("backend: text")
+    text = explain(RepositorySettings(repository=str(tmp_path))).text()
+    needs = "the text backend needs torch: pip install 'fastserve[llm]'"
+    assert f"PROBLEM: version 1: hidden_act gelu does not run in numpy: {needs}" in text
 
 
 def held_out() -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +97,7 @@ def test_digits_on_held_out_images() -> None:
 
 
 def test_the_demo_needs_nothing_that_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for extra in ("onnxruntime", "onnx", "sklearn"):
+    for extra in ("onnxruntime", "onnx", "sklearn", "torch", "transformers"):
         monkeypatch.setitem(sys.modules, extra, None)  # importing it fails
     images, digits = held_out()
     assert (run_digits(images[:9])["digit"] == digits[:9]).mean() > 0.8

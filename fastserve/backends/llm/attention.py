@@ -10,17 +10,26 @@ length. Heads that share a key are an axis of the query: nothing is repeated.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from fastserve.backends.llm.kv_cache import STRIDE, RowCache
+from fastserve.backends.llm.kv_cache import STRIDE, CacheSize, RowCache, Shape, zero_pages
 from fastserve.backends.llm.protocols import Chunk, StepPlan
 
 NAME = "fastserve_ragged"
 NEVER = 1 << 40
+
+
+def make_cache(shape: Shape, room: CacheSize, dtype: torch.dtype, device: torch.device) -> RowCache:
+    """Return a cache on a device. Raises MemoryError, and torch's own error on a GPU."""
+    size = shape.tensor(room)
+    if device.type != "cpu":
+        return RowCache(torch.zeros(size, dtype=dtype, device=device))
+    return RowCache(torch.frombuffer(zero_pages(prod(size) * dtype.itemsize), dtype=dtype).view(size))
 
 
 def register() -> None:

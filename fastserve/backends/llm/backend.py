@@ -1,4 +1,4 @@
-"""The text backend: a model's folder, loaded, as an engine. torch and transformers are imported by load()."""
+"""The text backend: a model's folder, loaded, as an engine, in numpy or with torch, which load() imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from fastserve.backends.llm.folder import check_folder
+from fastserve.backends.llm.folder import check_folder, find_runtime
 from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.backends.registry import find_backend
 from fastserve.codec.text import Finish, Info
@@ -39,7 +39,17 @@ class TransformersBackend:
             options = msgspec.convert(self._config.get("text") or {}, TextOptions)
         except msgspec.ValidationError as error:
             raise ConfigError(f"text: {error}") from None
-        check_folder(self._folder)  # before the frameworks are imported, which takes seconds
+        said = check_folder(self._folder)  # before the frameworks are imported, which takes seconds
+        device = str(self._config.get("device") or "cpu")
+        if find_runtime(said, options, device) == "numpy":
+            from fastserve.backends.llm.numpy_loading import open_engine as open_in_numpy
+
+            self._engine = open_in_numpy(self._folder, options)
+        else:
+            self._engine = self._open_with_torch(options)
+        self.info = self._engine.info
+
+    def _open_with_torch(self, options: TextOptions) -> TextEngine:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
         began_s = 0.0
         if _LOADING not in sys.modules:  # a worker that was forked has it
@@ -52,8 +62,7 @@ class TransformersBackend:
             raise ServeError(Kind.FAILED_PRECONDITION, find_backend("text").missing_text) from error
         if began_s:
             log.info("imported them in %.1f s, reads the weights", time.monotonic() - began_s)
-        self._engine = open_engine(self._folder, options, self._config)
-        self.info = self._engine.info
+        return open_engine(self._folder, options, self._config)
 
     def submit(self, request: TextRequest) -> None:
         """See TextEngine."""

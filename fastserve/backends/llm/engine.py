@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastserve._ext.sampler import Sampler
 from fastserve.backends.llm.pooling import make_pool, tell_vector
-from fastserve.backends.llm.protocols import ModelRunner, Out, StepPlan, TextRequest
+from fastserve.backends.llm.protocols import Chunk, ModelRunner, Out, StepPlan, TextRequest
 from fastserve.backends.llm.sampling import BatchSampler
 from fastserve.backends.llm.scheduling import (
     DeadlineQueue,
@@ -33,7 +34,10 @@ from fastserve.backends.llm.scheduling import (
 from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, explain, is_out_of_memory
 from fastserve.codec.text import Extra, Finish, Info, write_text
 from fastserve.config.text_options import TextOptions
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import ConfigError, Kind, ServeError, invalid
+
+if TYPE_CHECKING:
+    from fastserve.backends.llm.kv_cache import CacheSize
 
 log = logging.getLogger(__name__)
 FAULTS_MAX = 3
@@ -228,6 +232,38 @@ class BatchEngine:
         sequence.state = DecodeState.ENDED
         self._pooled -= sequence.pool is not None
         del self._sequences[sequence.rid]
+
+
+def describe_engine(
+    options: TextOptions, config: Any, room: CacheSize, ends: list[int], dtype: str, device: str
+) -> Info:
+    """Return the Info of a decoder with this config of transformers, or one with the same fields. Raises
+    ConfigError."""
+    prompt = min(options.max_prompt_tokens or room.tokens - 1, room.tokens - 1)
+    if options.max_prompt_tokens > prompt:
+        text = f"given {options.max_prompt_tokens}, allowed: at most {prompt}, one less than max_tokens"
+        raise ConfigError(f"text.max_prompt_tokens: {text}")
+    return Info(
+        vocab_size=config.vocab_size,
+        max_tokens=room.tokens,
+        max_prompt_tokens=prompt,
+        max_new_tokens=min(options.max_new_tokens, room.tokens - 1),
+        slots=room.slots,
+        kv_tokens=room.slots * room.tokens,
+        eos_ids=ends,
+        dtype=dtype,
+        device=device,
+        tokenizer=options.tokenizer,
+        embeds=config.hidden_size if options.pooling else 0,
+    )
+
+
+def try_model(model: ModelRunner) -> None:
+    """Run one step of each kind, so that a model that cannot run fails at load, and the first request does
+    not wait for lazy set-up."""
+    model.forward(StepPlan(np.zeros(2, np.int64), np.arange(2), 0, [Chunk(0, 0, 2, 0)], np.array([1])))
+    model.forward(StepPlan(np.zeros(1, np.int64), np.array([2]), 1, [], np.zeros(1, np.int64)))
+    model.cache.wipe(0, 3)
 
 
 def _read_prompt(request: TextRequest) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A local folder in Hugging Face's form: config.json, safetensors, generation_config.json.
+"""A local folder in Hugging Face's form: config.json, safetensors, generation_config.json; and what runs it.
 
 Nothing is fetched, no code of the folder is run, and pickled weights are refused: reading one can run any
 code. No framework is imported here.
@@ -11,10 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastserve.backends.registry import find_backend
 from fastserve.config.fields import fault_text
-from fastserve.errors import ConfigError
+from fastserve.config.text_options import TextOptions
+from fastserve.errors import ConfigError, Kind, ServeError
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+NUMPY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that numpy runs, in their plain form."""
 ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta")
 """Model types that make embeddings and write no text."""
 # Values of model_type, whose results are compared with transformers' own, in the tests.
@@ -25,6 +29,7 @@ _ALONE = ("quantization_config", "is_encoder_decoder")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # These stretch positions by the longest sequence of the batch: what a request gets depends on the others.
 _ROPES_OF_COMPANY = ("dynamic", "longrope")
+_NUMPY_ROPES = ("default", "linear", "llama3")
 
 
 def check_folder(folder: Path) -> Mapping[str, Any]:
@@ -43,6 +48,33 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
     _check_rope(config)
     _check_weights(folder)
     return config
+
+
+def find_runtime(config: Mapping[str, Any], options: TextOptions, device: str = "cpu") -> str:
+    """Return "torch" or "numpy" for a checked folder. Raises ConfigError where numpy is configured and does
+    not run it, ServeError where torch is needed and not installed."""
+    entry, obstacle = find_backend("text"), _numpy_obstacle(config, options, device)
+    if options.runtime == "numpy" and obstacle:
+        raise ConfigError(f"text.runtime: numpy does not run {obstacle}; torch does")
+    if options.runtime != "numpy" and entry.installed:
+        return "torch"
+    if options.runtime != "torch" and not obstacle:
+        return "numpy"
+    text = f"{obstacle} does not run in numpy: " if obstacle else ""
+    raise ServeError(Kind.FAILED_PRECONDITION, f"{text}{entry.missing_text}")
+
+
+def _numpy_obstacle(config: Mapping[str, Any], options: TextOptions, device: str) -> str:
+    """Return the first setting that numpy does not run, "" where there is none."""
+    facts = (
+        ("model_type", config["model_type"], NUMPY_FAMILIES),
+        ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
+        ("rope_type", rope_of(config)["rope_type"], _NUMPY_ROPES),
+        ("partial_rotary_factor", rope_of(config).get("partial_rotary_factor", 1), (1,)),
+        ("text.dtype", options.dtype, ("auto", "float32")),
+        ("device", device, ("cpu",)),
+    )
+    return next((f"{name} {value}" for name, value, runs in facts if value not in runs), "")
 
 
 def read_ends(folder: Path, config: Mapping[str, Any]) -> list[int]:
@@ -74,9 +106,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_rope(config: Mapping[str, Any]) -> None:
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how positions turn, as config.json has it; `rope_type` is always there."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    rope = rope if isinstance(rope, dict) else {}
+    return {"rope_type": rope.get("type", "default"), **rope}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checked folder."""
+    if not (folder / _INDEX).exists():
+        return [folder / _SINGLE]
+    return [folder / name for name in sorted(set(read_json(folder / _INDEX)["weight_map"].values()))]
+
+
+def _check_rope(config: Mapping[str, Any]) -> None:
+    kind = rope_of(config)["rope_type"]
     if kind in _ROPES_OF_COMPANY:
         text = "it stretches positions by the longest sequence of a batch"
         raise ConfigError(f"config.json: rope_type {kind} is not served: {text}")

@@ -5,8 +5,9 @@
 The number of rows is decided once, at load: nothing runs out later. Every sequence has a row of `max_tokens`;
 `max_sequences` and bytes bound the rows.
 
-All of the tensor is finite at any time (see protocols.KVCache). On a CPU, positions that no sequence has used
-take no memory: the system maps zeros when a page is first written. torch.zeros would write all of it.
+The tensor is torch's, or numpy's where a model runs without torch; this file imports neither framework.
+All of it is finite at any time (see protocols.KVCache). On a CPU, positions that no sequence has used take no
+memory: the system maps zeros when a page is first written. torch.zeros would write all of it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ import logging
 import mmap
 import os
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from fastserve.config.text_options import TextOptions
 from fastserve.errors import ConfigError
@@ -90,54 +88,47 @@ class Shape:
     heads: int
     dim: int
 
-    def token_bytes(self, dtype: torch.dtype) -> int:
+    def token_bytes(self, itemsize: int) -> int:
         """Return the bytes of one position, all layers, keys and values."""
-        return self.layers * 2 * self.heads * self.dim * int(dtype.itemsize)
+        return self.layers * 2 * self.heads * self.dim * itemsize
+
+    def tensor(self, room: CacheSize) -> tuple[int, ...]:
+        """Return the axes of the cache's tensor."""
+        positions = -(-room.tokens // STRIDE) * STRIDE
+        return self.layers, 2, room.slots, self.heads, positions, self.dim
 
 
 def shape_of(config: Any) -> Shape:
-    """Return the shape for a transformers config."""
+    """Return the shape for a config of transformers, or one with the same fields."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(config.num_hidden_layers, heads, dim)
 
 
-def _make_zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a zero tensor of lazily mapped pages, which it keeps mapped. Raises MemoryError."""
+def zero_pages(nbytes: int) -> mmap.mmap:
+    """Return lazily mapped zeros. Raises MemoryError."""
     try:
-        pages = mmap.mmap(-1, prod(size) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
         raise MemoryError("the system has no room for the cache") from error
-    return torch.frombuffer(pages, dtype=dtype).view(size)
 
 
 class RowCache:
-    """`keys[layer]` and `values[layer]` are [row, head, position, dim], views of `data`."""
+    """`keys[layer]` and `values[layer]` are [row, head, position, dim], views of `data`, which is zeros."""
 
-    def __init__(self, shape: Shape, room: CacheSize, dtype: torch.dtype, device: torch.device) -> None:
-        positions = -(-room.tokens // STRIDE) * STRIDE
-        size = (shape.layers, 2, room.slots, shape.heads, positions, shape.dim)
-        self.data = (
-            _make_zeros(size, dtype)
-            if device.type == "cpu"
-            else torch.zeros(size, dtype=dtype, device=device)
-        )
-        self.keys, self.values = list(self.data[:, 0]), list(self.data[:, 1])
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.keys, self.values = list(data[:, 0]), list(data[:, 1])
 
     def move(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` positions of a row."""
-        with torch.inference_mode():
-            self.data[:, :, target, :, :count] = self.data[:, :, source, :, :count]
+        self.data[:, :, target, :, :count] = self.data[:, :, source, :, :count]
 
     def swap(self, one: int, other: int, count: int) -> None:
         """Exchange the first `count` positions of two rows, a layer at a time: little memory besides."""
-        with torch.inference_mode():
-            for layer in self.data[:, :, :, :, :count]:
-                kept = layer[:, one].clone()
-                layer[:, one] = layer[:, other]
-                layer[:, other] = kept
+        for layer in self.data[:, :, :, :, :count]:
+            layer[:, [one, other]] = layer[:, [other, one]]
 
     def wipe(self, row: int, count: int) -> None:
         """Zeros instead of what may hold NaN."""
-        with torch.inference_mode():
-            self.data[:, :, row, :, :count] = 0
+        self.data[:, :, row, :, :count] = 0

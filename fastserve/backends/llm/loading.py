@@ -17,11 +17,11 @@ from transformers.utils.logging import disable_progress_bar
 from fastserve.backends.frameworks.torch_device import bound_memory, device_of, open_device
 from fastserve.backends.llm import attention
 from fastserve.backends.llm.embedding import EmbedEngine
-from fastserve.backends.llm.engine import BatchEngine
+from fastserve.backends.llm.engine import BatchEngine, describe_engine, try_model
 from fastserve.backends.llm.folder import ENCODERS, check_folder, read_ends
-from fastserve.backends.llm.kv_cache import CacheSize, RowCache, find_cache_size, host_bytes, shape_of
+from fastserve.backends.llm.kv_cache import CacheSize, find_cache_size, host_bytes, shape_of
 from fastserve.backends.llm.pooling import find_pooling, with_pooling
-from fastserve.backends.llm.protocols import Chunk, StepPlan, TextRequest
+from fastserve.backends.llm.protocols import TextRequest
 from fastserve.backends.llm.torch_model import TorchModel
 from fastserve.backends.model_errors import clean, is_out_of_memory
 from fastserve.codec.text import Info, TextNote
@@ -143,12 +143,13 @@ def _open_decoder(
 ) -> BatchEngine:
     weights = _read_weights(folder, _find_dtype(options.dtype, place))
     room = _find_room(options, weights, place, bound)
-    info = _describe(options, weights, room, ends, str(place))
+    dtype = str(weights.dtype).removeprefix("torch.")
+    info = describe_engine(options, weights.config, room, ends, dtype, str(place))
 
     def make() -> TorchModel:
         placed = weights.to(place)
-        model = TorchModel(placed, RowCache(shape_of(placed.config), room, placed.dtype, place))
-        _try(model)
+        model = TorchModel(placed, attention.make_cache(shape_of(placed.config), room, placed.dtype, place))
+        try_model(model)
         return model
 
     words = f"no memory for the weights and a cache of {info.kv_tokens} tokens: lower text.kv_bytes"
@@ -205,34 +206,5 @@ def _find_dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 def _find_room(options: TextOptions, weights: Any, device: torch.device, device_bytes: int) -> CacheSize:
     memory = host_bytes() if device.type == "cpu" else device_bytes or torch.cuda.mem_get_info(device)[1]
-    token_bytes = shape_of(weights.config).token_bytes(weights.dtype)
+    token_bytes = shape_of(weights.config).token_bytes(weights.dtype.itemsize)
     return find_cache_size(options, weights.config.max_position_embeddings, token_bytes, memory)
-
-
-def _describe(options: TextOptions, weights: Any, room: CacheSize, ends: list[int], device: str) -> Info:
-    """Return the engine's Info."""
-    prompt = min(options.max_prompt_tokens or room.tokens - 1, room.tokens - 1)
-    if options.max_prompt_tokens > prompt:
-        text = f"given {options.max_prompt_tokens}, allowed: at most {prompt}, one less than max_tokens"
-        raise ConfigError(f"text.max_prompt_tokens: {text}")
-    return Info(
-        vocab_size=weights.config.vocab_size,
-        max_tokens=room.tokens,
-        max_prompt_tokens=prompt,
-        max_new_tokens=min(options.max_new_tokens, room.tokens - 1),
-        slots=room.slots,
-        kv_tokens=room.slots * room.tokens,
-        eos_ids=ends,
-        dtype=str(weights.dtype).removeprefix("torch."),
-        device=device,
-        tokenizer=options.tokenizer,
-        embeds=weights.config.hidden_size if options.pooling else 0,
-    )
-
-
-def _try(model: TorchModel) -> None:
-    """Run one step of each kind, so that a model that cannot run fails at load, and the first request does
-    not wait for lazy set-up."""
-    model.forward(StepPlan(np.zeros(2, np.int64), np.arange(2), 0, [Chunk(0, 0, 2, 0)], np.array([1])))
-    model.forward(StepPlan(np.zeros(1, np.int64), np.array([2]), 1, [], np.zeros(1, np.int64)))
-    model.cache.wipe(0, 3)

@@ -324,7 +324,7 @@ def _load(path: Path, model: str) -> Library:
     except ImportError:
         raise ServeError(
             Kind.FAILED_PRECONDITION,
-            f"model '{model}' has a {FILE}: reading it needs the package tokenizers (the extra 'llm')",
+            f"model '{model}' has a {FILE}: reading it needs the package tokenizers",
         ) from None
     try:
         library = Library.from_file(str(path))

@@ -7,7 +7,8 @@ import resource
 import pytest
 import torch
 
-from fastserve.backends.llm.kv_cache import CacheSize, RowCache, Shape
+from fastserve.backends.llm.attention import make_cache
+from fastserve.backends.llm.kv_cache import CacheSize, Shape
 
 MIB = 1 << 20
 
@@ -20,7 +21,7 @@ def resident() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_take_memory_as_they_are_used(dtype: torch.dtype) -> None:
     before = resident()
-    cache = RowCache(Shape(layers=4, heads=4, dim=64), CacheSize(32, 4096), dtype, torch.device("cpu"))
+    cache = make_cache(Shape(layers=4, heads=4, dim=64), CacheSize(32, 4096), dtype, torch.device("cpu"))
     whole = cache.data.nbytes
     assert whole >= 512 * MIB
     assert resident() - before < whole // 8
@@ -38,4 +39,4 @@ def test_rows_take_memory_as_they_are_used(dtype: torch.dtype) -> None:
 
 def test_no_room_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
-        RowCache(Shape(64, 64, 128), CacheSize(1 << 20, 1 << 20), torch.float32, torch.device("cpu"))
+        make_cache(Shape(64, 64, 128), CacheSize(1 << 20, 1 << 20), torch.float32, torch.device("cpu"))

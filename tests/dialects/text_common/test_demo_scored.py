@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from fastserve.demo import demo_repository
 from tests.running import Running
 
 PROMPT = "LAWYER, n."
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("demo") / "log"
-    with Running(Path("demo"), log, "--load-model", "scribe", torch=True) as running:
+@pytest.fixture(scope="module", params=["numpy", "torch"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("demo")
+    scribe = Path(shutil.copytree(demo_repository() / "scribe", folder / "models" / "scribe"))
+    (scribe / "model.yaml").write_text(f"backend: text\ntext: {{runtime: {request.param}}}\n")
+    with Running(folder / "models", folder / "log", torch=request.param == "torch") as running:
         yield f"http://{running.http}"
 
 

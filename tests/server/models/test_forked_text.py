@@ -43,8 +43,8 @@ def test_two_models_load_from_one_import_and_end_with_their_owner(tmp_path):
     models = tmp_path / "models"
     for name, more in (("one", ""), ("other", "threads: 2\n")):
         shutil.copytree(SCRIBE, models / name)
-        with (models / name / "model.yaml").open("a") as config:
-            config.write(more)
+        config = models / name / "model.yaml"
+        config.write_text(config.read_text().replace("runtime: numpy", "runtime: torch") + more)
     port, log = free_port(), tmp_path / "log"
     options = ["--http", f"127.0.0.1:{port}", "--grpc", "off", "--drain-delay-s", "0"]
     command = [sys.executable, "-m", "fastserve.cli", "serve", str(models), *options]
