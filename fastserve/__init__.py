@@ -6,15 +6,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastserve.app.calls import App as App
+    from fastserve.app.calls import serve as serve
+    from fastserve.backends.script.array_type import Array as Array
+    from fastserve.backends.script.backend import Response as Response
+    from fastserve.backends.script.declaration import model as model
     from fastserve.service import BatchedService as BatchedService
     from fastserve.service import VectorTransformer as VectorTransformer
 
-__all__ = ["BatchedService", "VectorTransformer", "__version__"]
+__all__ = [
+    "App",
+    "Array",
+    "BatchedService",
+    "Response",
+    "VectorTransformer",
+    "__version__",
+    "model",
+    "serve",
+]
 __version__ = "0.1.0"
+
+_PLACES = {
+    "App": "fastserve.app.calls",
+    "Array": "fastserve.backends.script.array_type",
+    "BatchedService": "fastserve.service",
+    "Response": "fastserve.backends.script.backend",
+    "VectorTransformer": "fastserve.service",
+    "model": "fastserve.backends.script.declaration",
+    "serve": "fastserve.app.calls",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The library is imported when it is first asked for: a server never needs it."""
-    if name in ("BatchedService", "VectorTransformer"):
-        return getattr(import_module("fastserve.service"), name)
+    """The library, and what scripts use, is imported when it is first asked for: a server never needs it."""
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'fastserve' has no attribute {name!r}")

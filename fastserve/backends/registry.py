@@ -46,6 +46,8 @@ class BackendEntry:
     """A folder without any config is not taken for one of its models."""
     native: bool = True
     """The name is valid in model.yaml."""
+    listed: bool = True
+    """Errors name it among those that people write; models of scripts are written by `fastserve.app`."""
     gpu: bool = False
     """Its models may compute on a GPU."""
     framework: str = ""
@@ -166,11 +168,37 @@ BACKENDS = {
             streams=True,
             model_file="model.py",
         ),
+        BackendEntry(
+            "script",
+            "fastserve.backends.script.backend:ScriptBackend",
+            gpu=True,
+            needs_tensors=True,
+            listed=False,
+        ),
+        BackendEntry(
+            "script_json",
+            "fastserve.backends.script.backend:ScriptJsonBackend",
+            takes="requests",
+            gpu=True,
+            needs_tensors=True,
+            listed=False,
+        ),
+        BackendEntry(
+            "script_stream",
+            "fastserve.backends.script.backend:ScriptJsonBackend",
+            takes="requests",
+            streams=True,
+            gpu=True,
+            needs_tensors=True,
+            listed=False,
+        ),
         BackendEntry("ensemble", "", native=False),
     )
 }
 BY_TRITON_NAME = {entry.triton: entry for entry in BACKENDS.values() if entry.triton}
-NAMES = ", ".join(entry.name for entry in BACKENDS.values() if entry.native) + " or module:Class"
+NAMES = (
+    ", ".join(entry.name for entry in BACKENDS.values() if entry.native and entry.listed) + " or module:Class"
+)
 
 
 def find_backend(name: str) -> BackendEntry:

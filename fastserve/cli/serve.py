@@ -93,7 +93,7 @@ class ServeCommand(click.Command):
         return super().get_help(ctx)
 
 
-def _show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+def show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
         ctx.params["help_all"] = True
         click.echo(ctx.get_help())
@@ -108,7 +108,7 @@ def _show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> N
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=_show_all,
+    callback=show_all,
     help="Every flag there is.",
 )
 def serve(repository: str | None, config: Path | None, **flags: Any) -> None:

@@ -219,6 +219,8 @@ def parse_model_config(
     options = Options()
     if native.text is not None:
         options = Options(decoupled=True, parts_if_asked=True, optional_inputs=list(OPTIONAL_INPUTS))
+    elif native.backend == "script_stream":
+        options = Options(decoupled=True, parts_if_asked=True)
     return _place(ModelConfig(**msgspec.structs.asdict(native), options=options), origin)
 
 

@@ -1,0 +1,337 @@
+"""The API of an app: POST /NAME with JSON, for every model that a script declares.
+
+    POST /greet   {"name": "Ann"}                 200  what the function returned, as JSON
+    POST /scale   {"x": [1, 2, 3, 4]}             200  [3.0, 6.0, 9.0, 12.0]: a row without the axis of rows
+    POST /scale   {"x": [[1, 2, 3, 4], ...]}      200  [[3.0, ...], ...]
+    POST /write   {"prompt": "Once"}              200  server-sent events, or a line of JSON for each part
+
+Free bodies go to the worker as they came and are read there. Arrays are read by the compiled reader, into the
+tensors that every API of the server takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve._ext.json_reader import Fault, JSONFault, PredictReader
+from fastserve._ext.json_writer import MODE_SHORTEST, WriterFault, write_string, write_values
+from fastserve.errors import Kind, ServeError, internal, invalid
+from fastserve.net.access_control import Scope
+from fastserve.net.compression import inflate, inflate_offloaded
+from fastserve.net.limits import error_body
+from fastserve.net.request import Call
+from fastserve.net.router import CANONICAL_STATUS, Route, Yields, retry_after
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.dialect import Dialect, DialectService, DialectSpec, HttpRoute, ServingContext
+from fastserve.serving.fast_path import PerVersion
+from fastserve.serving.slow_path import SlowRequest, answer_slowly
+from fastserve.serving.streams import Event, generate
+from fastserve.tensor import DTYPE_BY_CODE, DTYPES, Tensor
+
+BODY = "body"
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+LINES = b"application/jsonl"
+KINDS = ("script", "script_json", "script_stream")
+SIGNATURE = b"serving_default"
+MOST_EXPLAINED = 1 << 18
+"""Bytes of a body that is read once more for the name of the member that is wrong."""
+WORK = 8  # times the bytes of a body: strings and numbers of it become objects
+ROUTE = HttpRoute("call", "/NAME", {"POST": Scope.INFER})
+
+
+class AppOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Paths that are known before the models are loaded: path -> NAME, or NAME/VERSION."""
+
+    paths: dict[str, str] = {}
+
+
+def paths_of(versions: Mapping[int, str], name: str) -> Iterator[tuple[str, str]]:
+    """Yield each path of a model with its NAME, or NAME/VERSION where not all versions have the path."""
+    for number, path in versions.items():
+        shared = all(other == path for other in versions.values())
+        yield path, name if shared else f"{name}/{number}"
+
+
+class AppJson(Dialect):
+    """The dialect of one front process."""
+
+    def __init__(self, context: ServingContext, options: AppOptions) -> None:
+        self.service = DialectService(context, SPEC.name)
+        self.readers = PerVersion(self.service.keepers, ArrayReader)
+        self._paths = dict(options.paths)
+
+    def route(self, method: str, target: str) -> Route | None:
+        """Return the route of a path that a model has; None for any other."""
+        found = self._find(target.partition("?")[0])
+        if found is None:
+            return None
+        if method != "POST":
+            return Route(self._refuse_verb, Scope.METADATA, Yields.FIRST)
+        return Route(AppEndpoint(self, found), ROUTE.scopes[method])
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        call.reply(CANONICAL_STATUS[fault.kind], error_body(fault.message), JSON, retry_after(fault))
+
+    def _refuse_verb(self, call: Call) -> None:
+        call.reply(405, error_body(f"{call.method} is not allowed here: POST"), JSON, ((b"Allow", b"POST"),))
+
+    def _find(self, path: str) -> str | None:
+        """Return NAME, or NAME/VERSION, of a path."""
+        for model in self.service.catalog.models.values():
+            if model.latest is None or model.latest.config.backend not in KINDS:
+                continue
+            script = model.latest.config.parameters.get("script", {})
+            numbered = {int(number): own for number, own in script.get("paths", {}).items()}
+            for own, found in paths_of(numbered, model.name):
+                if own == path:
+                    return found
+        return self._paths.get(path)
+
+
+class AppEndpoint:
+    """The endpoint of one path."""
+
+    __slots__ = ("_dialect", "_model", "_number", "service")
+
+    def __init__(self, dialect: AppJson, found: str) -> None:
+        self._dialect, self.service = dialect, dialect.service
+        self._model, _, number = found.partition("/")
+        self._number = int(number) if number else None
+
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None]:
+        version = self.service.catalog.available(self._model, self._number)
+        if version is not None and version.config.backend == "script_stream":
+            return self._stream(call, version)
+        if version is not None and version.config.backend == "script":
+            return answer_slowly(call, ArrayCall(self, call, self._dialect.readers.of(version)))
+        return answer_slowly(call, BodyCall(self, call))
+
+    def find(self) -> Version:
+        """Return the version that answers. Raises ServeError."""
+        version = self.service.catalog.available(self._model, self._number)
+        if version is not None:
+            return version
+        if self._model in self.service.catalog.models:
+            raise ServeError(Kind.UNAVAILABLE, f"model {self._model!r} is not available now")
+        raise ServeError(Kind.NOT_FOUND, f"there is no model {self._model!r}")
+
+    def refused(self, call: Call, fault: ServeError) -> None:
+        """Answer with an error, and count it."""
+        self.service.traffic.refused(self._model, fault.kind.name, message=fault.message, exchange=call)
+        self._dialect.refuse(call, fault)
+
+    async def read_body(self, call: Call) -> bytes | bytearray:
+        """Return the body, inflated. Raises ServeError."""
+        coding = call.header(b"content-encoding").strip().lower()
+        if coding in (b"", b"identity"):
+            return call.body
+        if coding not in (b"gzip", b"deflate"):
+            raise invalid("content-encoding: allowed: gzip, deflate")
+        limits = self.service.limits
+        return await inflate_offloaded(
+            call.claim, self.service.offload, len(call.body), limits, inflate, call.body, limits
+        )
+
+    async def make_request(self, call: Call, *, stream: bool = False) -> InferRequest:
+        """Return the request of a free body. Raises ServeError."""
+        body = await self.read_body(call)
+        packed = await self.service.offload(len(body), pack_bytes, [bytes(body)])
+        return InferRequest(
+            {BODY: Tensor(DTYPES["bytes"], (1,), packed)},
+            request_id=call.request_id,
+            parameters={"stream": True} if stream else {},
+        )
+
+    async def _stream(self, call: Call, version: Version) -> None:
+        """Answer part by part: as events where the client takes events, else as lines of JSON."""
+        events = b"text/event-stream" in call.header(b"accept")
+        service, stream, fault = self.service, None, None
+        try:
+            request = await self.make_request(call, stream=True)
+
+            def start() -> AsyncGenerator[InferResponse, None]:
+                return service.engine.stream(version, request)
+
+            alone = b""
+            kind = EVENTS if events else LINES
+            async with aclosing(generate(start, write_part, service.offload)) as parts:
+                async for part in parts:
+                    if part.fault is not None:
+                        fault = part.fault
+                        break
+                    if stream is None and part.final:
+                        alone = part.text
+                        continue
+                    stream = stream or call.stream(200, kind)
+                    await stream.write(_framed(part, events))
+            if fault is None:
+                if stream is None and alone:
+                    call.reply(200, *split_part(alone))
+                else:
+                    await (stream or call.stream(200, kind)).close()
+                service.traffic.answered(version.model, version.number, call.received_ns)
+                return
+        except ServeError as found:
+            fault = found
+        if stream is None:
+            self.refused(call, fault)
+            return
+        service.traffic.refused(version.model, fault.kind.name, message=fault.message, exchange=call)
+        said = error_body(fault.message)
+        await stream.write(b"event: error\ndata: %b\n\n" % said if events else said + b"\n")
+        await stream.close()
+
+
+def write_part(response: InferResponse) -> bytes:
+    """Return a part as its media type, a line feed, and its bytes. Raises ServeError."""
+    content, kind = read_body_of(response)
+    return kind + b"\n" + content
+
+
+def split_part(text: bytes) -> tuple[bytes, bytes]:
+    """Return the bytes of a part, and their media type."""
+    kind, _, content = text.partition(b"\n")
+    return content, kind
+
+
+def _framed(part: Event, events: bool) -> bytes:
+    content, _ = split_part(part.text)
+    if not events:
+        return content + b"\n"
+    return b"data: " + content.replace(b"\n", b"\ndata: ") + b"\n\n"
+
+
+def read_body_of(response: InferResponse) -> tuple[bytes, bytes]:
+    """Return the bytes that a function answered with, and their media type. Raises ServeError."""
+    tensor = response.outputs.get(BODY)
+    if tensor is None:
+        raise internal("the model gave no answer")
+    try:
+        content: bytes = unpack_bytes(tensor.data, 1)[0]
+    except ValueError:
+        raise internal("the model's answer cannot be read") from None
+    kind = str(response.parameters.get("content_type", "application/json"))
+    if not kind.isascii() or not kind.isprintable():
+        raise internal("the model's answer has a media type that HTTP has not")
+    return content, kind.encode()
+
+
+class BodyCall(SlowRequest):
+    """One call of a function of JSON."""
+
+    def __init__(self, endpoint: AppEndpoint, call: Call) -> None:
+        self._endpoint, self._call, self.service = endpoint, call, endpoint.service
+
+    async def read(self) -> InferRequest:
+        self.version = self._endpoint.find()
+        return await self._endpoint.make_request(self._call)
+
+    async def write(self, response: InferResponse) -> None:
+        content, kind = await self.service.offload(response.nbytes, read_body_of, response)
+        self._call.reply(200, content, kind)
+
+    def refused(self, fault: ServeError) -> None:
+        self._endpoint.refused(self._call, fault)
+
+
+class ArrayReader:
+    """Reads and writes the JSON of a version's tensors."""
+
+    def __init__(self, version: Version) -> None:
+        self._batching, self._outputs = version.batching, list(version.outputs)
+        self._inputs = version.inputs
+        self._ranks = {name: None if s.shape is None else len(s.shape) for name, s in version.inputs.items()}
+        sides = [(name, spec.dtype.code) for name, spec in version.inputs.items()]
+        self._reader = PredictReader(sides, SIGNATURE, is_default=True)
+
+    def read(self, body: bytes | bytearray) -> tuple[dict[str, Tensor], bool]:
+        """Return the tensors of a body, and whether it is one row without the axis of rows. Raises
+        ServeError."""
+        try:
+            found = self._reader.read(b'{"inputs":%b}' % (bytes(body) or b"{}")).tensors
+        except JSONFault as fault:
+            raise invalid(self._explain(body, fault)) from None
+        tensors = {n: Tensor(DTYPE_BY_CODE[code], shape, data) for n, (code, shape, data) in found.items()}
+        single = self._batching and all(len(t.shape) == self._ranks[name] for name, t in tensors.items())
+        if single:
+            tensors = {n: Tensor(t.dtype, (1, *t.shape), t.data) for n, t in tensors.items()}
+        return tensors, single
+
+    def write(self, response: InferResponse, single: bool) -> bytes:
+        """Return the outputs as JSON: of several an object. Raises ServeError."""
+        texts = {}
+        try:
+            for name, tensor in response.outputs.items():
+                shape = tensor.shape[1:] if single else tensor.shape
+                texts[name] = write_values(tensor.data, tensor.dtype.code, shape, MODE_SHORTEST)
+        except WriterFault:
+            raise internal(f"output {name!r} cannot be written as JSON") from None
+        if len(self._outputs) == 1:
+            return texts[self._outputs[0]]
+        members = (b"%b:%b" % (write_string(name.encode()), texts[name]) for name in self._outputs)
+        return b"{%b}" % b",".join(members)
+
+    def _explain(self, body: bytes | bytearray, fault: JSONFault) -> str:
+        """Return what is wrong with a body, by the name of the member. Only small bodies are read again."""
+        short = f"the body cannot be read: {Fault(fault.code).name.lower().replace('_', ' ')}"
+        if len(body) > MOST_EXPLAINED:
+            return short
+        try:
+            document = msgspec.json.decode(body or b"{}")
+        except (msgspec.DecodeError, RecursionError):
+            return "the body is not JSON"
+        names = ", ".join(self._inputs)
+        if not isinstance(document, dict):
+            return f"the body does not fit: given a {type(document).__name__}, allowed: an object of {names}"
+        for name in document:
+            if name not in self._inputs:
+                return f"{name}: the model has no such input, allowed: {names}"
+        for name, spec in self._inputs.items():
+            if name not in document:
+                return f"{name}: missing, wanted: an array of {spec.dtype.name}"
+            try:
+                self._reader_of(name).read(b'{"inputs":%b}' % msgspec.json.encode(document[name]))
+            except JSONFault as one:
+                if one.code == Fault.RAGGED:
+                    return f"{name}: its lists differ in length"
+                return f"{name}: allowed: an array of {spec.dtype.name}"
+        return short
+
+    def _reader_of(self, name: str) -> PredictReader:
+        return PredictReader([(name, self._inputs[name].dtype.code)], SIGNATURE, is_default=True)
+
+
+class ArrayCall(SlowRequest):
+    """One call of a function of arrays."""
+
+    _single = False
+
+    def __init__(self, endpoint: AppEndpoint, call: Call, reader: ArrayReader) -> None:
+        self._endpoint, self._call, self.service = endpoint, call, endpoint.service
+        self._reader = reader
+
+    async def read(self) -> InferRequest:
+        self.version = self._endpoint.find()
+        body = await self._endpoint.read_body(self._call)
+        tensors, self._single = await self.service.offload(WORK * len(body), self._reader.read, body)
+        return InferRequest(tensors, request_id=self._call.request_id)
+
+    async def write(self, response: InferResponse) -> None:
+        text = await self.service.offload(
+            WORK * response.nbytes, partial(self._reader.write, response, self._single)
+        )
+        self._call.reply(200, text, JSON)
+
+    def refused(self, fault: ServeError) -> None:
+        self._endpoint.refused(self._call, fault)
+
+
+SPEC = DialectSpec(name="app", options=AppOptions, build=AppJson, routes=(ROUTE,))

@@ -1,0 +1,132 @@
+"""Writes the models of a script as a repository: a folder for each, with a model.yaml.
+
+    greet/model.yaml    backend: script_json, parameters: {script: {file: /home/me/app.py, ...}}
+    greet/1/
+
+A server reads its models from there, as any others. `copy_app` makes a repository that can be moved: the
+script's folder is copied into each version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fastserve.app.json_api import paths_of
+from fastserve.backends.script.declaration import ScriptModel
+from fastserve.errors import ConfigError
+
+CONFIG_FILE = "model.yaml"
+MOST_FILES = 10_000
+SKIPPED = {"__pycache__", "node_modules", "venv"}
+
+
+def by_name(models: Iterable[ScriptModel]) -> dict[str, list[ScriptModel]]:
+    """Return the versions of each model. Raises ConfigError where they are not alike."""
+    found: dict[str, list[ScriptModel]] = {}
+    for one in models:
+        found.setdefault(one.name, []).append(one)
+    for name, versions in found.items():
+        first = versions[0]
+        for other in versions[1:]:
+            alike = (other.kind, other.inputs, other.outputs, other.options)
+            if alike != (first.kind, first.inputs, first.outputs, first.options):
+                raise ConfigError(
+                    f"{name}: version {other.version} differs from {first.version} in its types"
+                )
+    if not found:
+        raise ConfigError("the script declares no model: put @fastserve.model before a function or a class")
+    return found
+
+
+def configs_of(models: Iterable[ScriptModel], file: Path, stamp: str = "") -> dict[str, dict[str, Any]]:
+    """Return the fields of model.yaml of each model. Raises ConfigError."""
+    configs = {}
+    for name, versions in by_name(models).items():
+        paths = {str(one.version): one.path for one in versions}
+        config = versions[0].config(str(file), paths, stamp)
+        if len(versions) > 1:
+            config.setdefault("version_policy", "all")
+        configs[name] = config
+    return configs
+
+
+def list_paths(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return path -> NAME, or NAME/VERSION. Raises ConfigError for a path that two models have."""
+    found: dict[str, str] = {}
+    for name, config in configs.items():
+        numbered = {int(number): path for number, path in config["parameters"]["script"]["paths"].items()}
+        for path, target in paths_of(numbered, name):
+            other = found.setdefault(path, target)
+            if other != target:
+                raise ConfigError(f"path: {path} is given to {other} and {target}")
+    return found
+
+
+def write_models(configs: Mapping[str, Mapping[str, Any]], root: Path) -> None:
+    """Make `root` the repository of these models: others of it are removed, equal ones stay as they are."""
+    for name, config in configs.items():
+        for number in config["parameters"]["script"]["paths"]:
+            (root / name / number).mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        place = root / name / CONFIG_FILE
+        if not place.exists() or place.read_text() != text:
+            beside = place.with_suffix(".new")
+            beside.write_text(text)
+            os.replace(beside, place)
+    for folder in root.iterdir():
+        if folder.is_dir() and folder.name not in configs:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy_app(models: Iterable[ScriptModel], file: Path, root: Path) -> None:
+    """Write a repository that needs the script no more: each version has the files of its folder. Raises
+    ConfigError for a folder that holds something already."""
+    if root.exists() and any(root.iterdir()):
+        raise ConfigError(f"{root.name} is not empty")
+    configs = configs_of(models, Path(file.name))
+    root.mkdir(parents=True, exist_ok=True)
+    write_models(configs, root)
+    inside = root.resolve()
+    for name, config in configs.items():
+        for number in config["parameters"]["script"]["paths"]:
+            for source in app_files(file):
+                if not source.resolve().is_relative_to(inside):
+                    target = root / name / number / source.relative_to(file.parent)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(source, target)
+
+
+def app_files(file: Path) -> list[Path]:
+    """Return the script and the Python files in its folder and below, hidden folders and environments left
+    out."""
+    found = [file]
+    for folder, folders, names in os.walk(file.parent):
+        here = Path(folder)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and name not in SKIPPED and not (here / name / "pyvenv.cfg").exists()
+        )
+        found += [here / name for name in sorted(names) if name.endswith(".py") and here / name != file]
+        if len(found) > MOST_FILES:
+            break
+    return found[:MOST_FILES]
+
+
+def stamp_app(file: Path) -> str:
+    """Return a text that changes with the app's files."""
+    digest = hashlib.sha256()
+    for one in app_files(file):
+        try:
+            found = one.stat()
+        except OSError:  # it was removed meanwhile
+            continue
+        digest.update(f"{one}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

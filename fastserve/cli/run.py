@@ -1,0 +1,45 @@
+"""`fastserve run app.py`: the models of a script, with the flags of `fastserve serve`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fastserve.cli.serve import NO_FLAG, SETTINGS_FILE, ServeCommand, make_option, read_flags, show_all
+from fastserve.config import Settings, list_fields, load_settings
+from fastserve.errors import ConfigError
+
+SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(cls=ServeCommand, short_help="Serve the models of a script.")
+@click.argument("script", metavar="FILE.py", type=SCRIPT)
+@click.option("--config", type=SETTINGS_FILE, help="Settings in YAML.")
+@click.option(
+    "--help-all",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_all,
+    help="Every flag there is.",
+)
+def run(script: Path, config: Path | None, **flags: Any) -> None:
+    """Serve the functions and classes that FILE.py declares with @fastserve.model.
+
+    \b
+    Examples:
+      fastserve run app.py
+      fastserve run app.py --http 0.0.0.0:8000 --frontends 2
+    """
+    from fastserve.app.serving import run_script
+
+    try:
+        sys.exit(run_script(script, load_settings(config, read_flags(flags))))
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+
+run.params.extend(make_option(field) for field in list_fields(Settings) if field.path not in NO_FLAG)
