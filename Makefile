@@ -1,8 +1,9 @@
-# Every target CI runs, and nothing CI does not. `make build` is the only one that installs anything.
+# `make build` installs what the other targets need, into .venv; `make extras` what few tests need, into .venv-extras.
 #
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
 #   make test  [ARGS="tests/net -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
 #   make test-fast                               without servers and workers, a fifth of the examples
+#   make test-extras                             what needs TensorFlow, Node.js, Chromium or nghttp, which it installs
 #   make build [TORCH_INDEX=URL]                 torch's CPU build from that index; any: whatever pip finds, CUDA too
 #   make bench [ARGS="--repeats 3"]              microbenchmarks, the table against the reference server, text against transformers
 
@@ -21,9 +22,10 @@ PROTOS := $(VENV)/.protos
 EXT_SOURCES := $(wildcard ext/*.pyx ext/*.pxd ext/include/*.h)
 PROTO_SOURCES := $(shell find protos -name '*.proto' 2>/dev/null)
 DEBUG_TREE := build/debug/tree
+EXTRAS := .venv-extras
 
 .DELETE_ON_ERROR:
-.PHONY: build torch FORCE serve test test-fast test-gpu lint format bench wheel debug torture differential clean
+.PHONY: build torch FORCE serve test test-fast test-gpu extras test-extras lint format bench wheel debug torture differential clean
 
 build: $(INSTALLED) $(TORCH) $(EXTENSIONS) $(PROTOS)
 
@@ -37,7 +39,7 @@ $(CHECKED): tools/check_compiler.py
 # The compiled modules are left to the next rule, which rebuilds only what changed.
 $(INSTALLED): pyproject.toml tests/clients.txt | $(CHECKED)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $$($(BIN)/python tools/build_requires.py)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $$($(BIN)/python tools/requirements.py requires)
 	FASTSERVE_EXT=none $(BIN)/python -m pip install -q --disable-pip-version-check \
 		--no-build-isolation -e '.[test,lint,wheel]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/clients.txt
@@ -78,6 +80,17 @@ test-fast: build torch
 # What can only be shown on a CUDA device; elsewhere each says why it was skipped.
 test-gpu: build torch
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu $(ARGS)
+
+extras:
+	@$(PYTHON) tools/install_extras.py $(EXTRAS)
+
+# Here a skip fails, unless tests/skips.py has it on its list, or `make extras` could not install what it needs.
+test-extras: build torch extras
+	FASTSERVE_GRPC_JS=$(CURDIR)/$(EXTRAS)/grpc-js PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" \
+		$(BIN)/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/net/grpc/test_interop_js.py \
+		tests/server/observability/test_console.py tests/server/listeners/test_one_port.py
+	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
+		tests/backends/frameworks/test_tensorflow.py
 
 lint: build
 	$(BIN)/ruff check .

@@ -41,7 +41,10 @@ class SecondTry:
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not excusable:
             return
         print(f"\nOnce more, alone: {len(self.failed)} that failed among others", flush=True)
-        if subprocess.run([sys.executable, "-m", "pytest", "-n", "0", *self.failed]).returncode == 0:
+        # A skip that is not listed fails alone, too.
+        listed = ["-p", "tests.skips"] if session.config.pluginmanager.has_plugin("tests.skips") else []
+        alone = [sys.executable, "-m", "pytest", "-n", "0", *listed, *self.failed]
+        if subprocess.run(alone).returncode == 0:
             session.exitstatus = pytest.ExitCode.OK
             print(
                 "RACE, to be mended (failed among others, passed alone):",

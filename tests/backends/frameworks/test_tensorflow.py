@@ -1,7 +1,7 @@
 """The tensorflow backend: every signature of a SavedModel, types and shapes, what does not load, a server.
 
-Skipped without TensorFlow, which is 600 MB and in no extra of the tests; what is said of a SavedModel then is
-tested in tests/repository/test_folder_config.py.
+Skipped without TensorFlow, which `make test-extras` installs; what is said of a SavedModel then is tested in
+tests/repository/test_folder_config.py.
 """
 
 from __future__ import annotations

