@@ -59,7 +59,7 @@ TORCH_MODULES = (
 WORKER, FRONT = "fastserve.workers.main", "fastserve.server.front_process"
 SIMULATED = "tests.devices.simulated_worker"
 FORK_SERVER = "fastserve.workers.fork_server"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _STOP = b"stop"
 
 
@@ -119,6 +119,13 @@ class Zygote:
         """Return whether a process with this environment may be forked."""
         return read_at_start(environment) == self._began_with
 
+    def lives(self) -> bool:
+        """Return whether the zygote is there: its end of the line is open."""
+        gone = select.POLLHUP | select.POLLERR
+        poll = select.poll()
+        poll.register(self.line, gone)
+        return not any(events & gone for _, events in poll.poll(0))
+
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Start a process and return its pid. The first three of `fds` become its standard streams."""
         with self._lock, _taking_orphans():
@@ -170,6 +177,7 @@ class Zygotes:
         """The zygote of a process with this environment; None for one that has to start by exec."""
         torch = (torch or self.torch) and all(environment.get(name, "1") == "1" for name in THREAD_VARIABLES)
         with self._lock:
+            self.found = [one for one in self.found if one[0].lives()]
             fit = {has: zygote for zygote, has in self.found if zygote.fits(environment)}
             if not self._may_start:
                 return next(iter(fit.values()), None)
@@ -370,7 +378,8 @@ WORKERS_OWN: set[str] = set()
 
 
 def run_zygote(line: socket.socket) -> NoReturn:
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Serve until the owner's end of the line is closed. No PR_SET_PDEATHSIG: the kernel sends that when the
+    thread ends that started this process, and a thread of a pool may have."""
     with open(os.devnull, "r+b") as null:
         for number in range(3):
             os.dup2(null.fileno(), number)

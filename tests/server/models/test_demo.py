@@ -31,10 +31,10 @@ async def post(client: Client, target: str, body: object) -> dict:
 
 
 def test_the_answers_of_the_readme():
-    """Every curl line of the README that asks a model, and the answer shown below it."""
+    """Every curl line of the README that asks a model of the demo, and the answer shown below it."""
     text = (Path(__file__).parents[3] / "README.md").read_text()
     shown = re.findall(
-        r"curl http://127.0.0.1:8000(\S+) -d '(.*?)'\n```\n\n```json\n(.*?)```", text, re.DOTALL
+        r"curl http://127.0.0.1:8000(/v1/\S+) -d '([^']*)'\n```\n\n```json\n(.*?)```", text, re.DOTALL
     )
     assert [target for target, _, _ in shown] == [
         f"/v1/models/{m}:predict" for m in ("digits", "half_plus_two")
