@@ -7,11 +7,11 @@ from typing import Any
 
 from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_frames import DATA, HEADERS, SETTINGS, WINDOW_UPDATE, frame
-from fastserve.config import Limits
 from fastserve.net.access_control import Opening
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.method import Method, RpcTerms
 from fastserve.net.request import Call
+from fastserve.settings import Limits
 from tests.net.kit import Pipe
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

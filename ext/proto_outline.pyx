@@ -213,7 +213,7 @@ cdef struct Origin:
 
 
 cdef class KnownFields:
-    """The part of a message template that every request uses; the base of fastserve/serving/templates.py's KnownMessage.
+    """The part of a message template that every request uses; the base of fastserve/serving/request_templates.py's KnownMessage.
 
     `sources`: (hole, width, truth) of each input, as `copy_data` takes them; `find_version`: the version that such
     a request asks for now; `leads`: of the message it was learned from; `rows`: of the request at hand."""

@@ -31,7 +31,7 @@ from fastserve.backends.transformer import (
     VectorTransformer,
 )
 from fastserve.codec.safe_msgpack import encode
-from fastserve.engine.library import STOPPED, Batcher, ElementBatcher, HookedBatcher, RowBatcher
+from fastserve.engine.library_batchers import STOPPED, Batcher, ElementBatcher, HookedBatcher, RowBatcher
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import RowSpec
 from fastserve.workers.group import WorkerGroup

@@ -9,7 +9,7 @@ from typing import Any
 
 import trustme
 
-from fastserve.config.settings import TlsOptions
+from fastserve.settings.server_settings import TlsOptions
 
 
 def authority(name: str = "first") -> trustme.CA:

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.config import Limits, Listener, Settings, list_fields, load_settings
-from fastserve.config.yaml_text import FILE_BYTES, parse_yaml
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import (
     DTypeName,
@@ -23,6 +21,8 @@ from fastserve.repository.model_config import (
     parse_model_config,
     round_up,
 )
+from fastserve.settings import Limits, Listener, Settings, list_fields, load_settings
+from fastserve.settings.yaml_text import FILE_BYTES, parse_yaml
 from fastserve.tensor import DTYPES
 from tests.repository.folders import BASE
 

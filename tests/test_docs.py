@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config import tensorflow
 from fastserve.metrics import names
+from fastserve.settings import tensorflow
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

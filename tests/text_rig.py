@@ -24,7 +24,6 @@ import msgspec
 from fastserve._ext.text_tokens import Flow
 from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.codec.text import Extra, Finish, Heard, Info, Record, TextNote, write_text
-from fastserve.config import Limits
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.metrics import Registry
 from fastserve.net.listener import HttpListener
@@ -33,6 +32,7 @@ from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import Dialect, ServingContext
+from fastserve.settings import Limits
 
 Said = tuple[int, str | None]
 """A token and its text; None leaves the text to the model's tokenizer, or says that it has none."""

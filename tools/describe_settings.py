@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from fastserve.config import ConfigField, ModelEntry, Settings, list_fields
-from fastserve.config.text_options import TextOptions
 from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
+from fastserve.settings import ConfigField, ModelEntry, Settings, list_fields
+from fastserve.settings.text_options import TextOptions
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLES: dict[str, type[msgspec.Struct]] = {

@@ -26,7 +26,7 @@ from fastserve.serving.dialect import (
     ServingContext,
 )
 from fastserve.serving.fast_path import FastPath, Outcome, PathCache, open_path
-from fastserve.serving.prepared import Described, Memory, PreparedRequest
+from fastserve.serving.prepared_requests import Described, Memory, PreparedRequest
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES

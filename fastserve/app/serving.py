@@ -21,9 +21,9 @@ import msgspec
 from fastserve.app.describe import describe_script
 from fastserve.app.models_folder import configs_of, copy_app, list_paths, stamp_app, write_models
 from fastserve.backends.script.declaration import declared
-from fastserve.config import Settings, list_fields, load_settings
-from fastserve.config.fields import hint
 from fastserve.errors import ConfigError
+from fastserve.settings import Settings, list_fields, load_settings
+from fastserve.settings.fields import hint
 
 DIALECT = "fastserve.app.json_api:SPEC"
 OPTIONS = "app"

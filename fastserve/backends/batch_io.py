@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.config.model_options import MadeInput, Options
 from fastserve.errors import Kind, ServeError
+from fastserve.settings.model_options import MadeInput, Options
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays

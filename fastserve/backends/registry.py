@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import fault_text
 
 TO_ONNX = "python -m tf2onnx.convert {kind} {place} --output {folder}/model.onnx"
 """The command that converts a TensorFlow model to ONNX, in a version's folder."""

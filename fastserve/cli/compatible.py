@@ -19,20 +19,20 @@ from typing import Any
 import click
 
 from fastserve.cli.serve import NO_FLAG, SETTINGS_FILE, ServeCommand, make_option, read_flags
-from fastserve.config import Settings, list_fields, load_settings
-from fastserve.config.grps import grps_overrides
-from fastserve.config.mindie import mindie_overrides, read_config
-from fastserve.config.tensorflow import (
+from fastserve.errors import ConfigError
+from fastserve.repository.reconciler import NO_LABEL
+from fastserve.repository.repository import LoadFailures
+from fastserve.settings import Settings, list_fields, load_settings
+from fastserve.settings.grps import grps_overrides
+from fastserve.settings.mindie import mindie_overrides, read_config
+from fastserve.settings.tensorflow import (
     StartFault,
     TensorFlowFlags,
     read_tensorflow_flags,
     tensorflow_overrides,
     tensorflow_usage,
 )
-from fastserve.config.tritonserver import read_triton_flags, triton_overrides, triton_usage
-from fastserve.errors import ConfigError
-from fastserve.repository.reconciler import NO_LABEL
-from fastserve.repository.repository import LoadFailures
+from fastserve.settings.tritonserver import read_triton_flags, triton_overrides, triton_usage
 
 
 @click.command("grps", cls=ServeCommand, short_help="Serve a grps deployment.")

@@ -32,9 +32,9 @@ def check(repository: str | None, config: Path | None, load: bool) -> None:
     fastserve check --config fastserve.yaml
     fastserve check models/ --no-load
     """
-    from fastserve.config import load_settings
     from fastserve.errors import ConfigError
     from fastserve.repository.check import explain
+    from fastserve.settings import load_settings
 
     try:
         settings = load_settings(config, {"repository": repository} if repository else {})

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from fastserve.cli.serve import NO_FLAG, SETTINGS_FILE, ServeCommand, make_option, read_flags, show_all
-from fastserve.config import Settings, list_fields, load_settings
 from fastserve.errors import ConfigError
+from fastserve.settings import Settings, list_fields, load_settings
 
 SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from fastserve.config import ConfigField, Settings, list_fields, load_settings
 from fastserve.errors import ConfigError
+from fastserve.settings import ConfigField, Settings, list_fields, load_settings
 
 # Path of a setting -> how the flag is written; the rest are derived from the field's path.
 NAMED: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ from functools import partial
 import msgspec
 
 from fastserve.codec.json_text import FreeJSON
-from fastserve.config import Settings, TextgenOptions
 from fastserve.dialects.mindie import generation, management
 from fastserve.dialects.openai import completions, embeddings, models
 from fastserve.dialects.openai.errors import answer_no_such_url, error_body
@@ -34,6 +33,7 @@ from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Route, Yields
 from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, ServingContext
+from fastserve.settings import Settings, TextgenOptions
 
 NEITHER = "the body has neither `prompt` (vLLM) nor `inputs` (TGI)"
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve._ext import slab_tensors
 from fastserve._ext.fast_path import Columns, Pending
-from fastserve.codec.slab_notes import RequestNote, read_answer_note, write_note
+from fastserve.codec.slab_contents import RequestNote, read_answer_note, write_note
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.device_memory import attach_lent
 from fastserve.errors import Kind, ModelError, Reason, ServeError, internal, invalid, unpack_status

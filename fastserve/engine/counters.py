@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
-from fastserve.metrics.spread import BUCKETS, bucket_of, read_buckets
+from fastserve.metrics.quantiles import BUCKETS, bucket_of, read_buckets
 from fastserve.repository.version import Attachment, Version
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class RequestCounters:
         spread[bucket_of(ns)] += weight
 
     def spreads(self) -> list[array[int]]:
-        """Return a histogram of request times (metrics.spread) each for success, queue, compute_input,
+        """Return a histogram of request times (metrics.quantiles) each for success, queue, compute_input,
         compute_infer and compute_output. Cache hits and ensembles are not included."""
         told = [queue.ring.spreads() for queue in self.queues]
         return [read_buckets([spreads[kind] for spreads in told]) for kind in range(REJECTED)]

@@ -22,8 +22,8 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from fastserve.codec import slab_notes
-from fastserve.codec.slab_notes import LentNote, write_lent
+from fastserve.codec import slab_contents
+from fastserve.codec.slab_contents import LentNote, write_lent
 from fastserve.devices.inventory import VISIBLE
 from fastserve.engine.engine import cache_stage_of, fast_queue_of
 from fastserve.repository.version import Version
@@ -95,7 +95,7 @@ def attach_lent(queue: BatchQueue, place: int, request: InferRequest) -> None:
     queue.ring.attach_slab(place, offset, len(data))
 
 
-def _numbered(lents: Mapping[str, Lent], names: Iterable[str]) -> list[slab_notes.LentTensor]:
+def _numbered(lents: Mapping[str, Lent], names: Iterable[str]) -> list[slab_contents.LentTensor]:
     numbers = {name: number for number, name in enumerate(names)}
     return [(numbers[name], o.handle, o.device, o.offset, o.nbytes, o.region) for name, o in lents.items()]
 

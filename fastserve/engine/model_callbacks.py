@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from fastserve.backends.model_errors import explain
-from fastserve.codec.slab_notes import (
+from fastserve.codec.slab_contents import (
     AnswerNote,
     RequestNote,
     measure_tensors,

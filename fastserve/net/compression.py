@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastserve.config import Limits
 from fastserve.errors import LimitError, ServeError, invalid
+from fastserve.settings import Limits
 from fastserve.util.memory_budget import WORKING_SHARE, Claim
 from fastserve.util.offload import Offload
 

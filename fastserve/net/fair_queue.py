@@ -15,7 +15,7 @@ from collections import deque
 from time import monotonic
 from typing import Protocol
 
-from fastserve.net.guard import report
+from fastserve.net.callback_guard import report
 from fastserve.util.rate_limited_log import run_all
 
 KEPT_BYTES = 1 << 20  # for each of these one connection more goes on in a turn

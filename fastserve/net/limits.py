@@ -16,8 +16,8 @@ from enum import Enum
 
 import msgspec
 
-from fastserve.config import Limits
 from fastserve.errors import ServeError
+from fastserve.settings import Limits
 from fastserve.util.memory_budget import REASON
 
 JSON = b"application/json"

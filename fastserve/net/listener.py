@@ -24,9 +24,8 @@ from typing import cast
 
 import msgspec
 
-from fastserve.config import Limits
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions
-from fastserve.net.guard import report
+from fastserve.net.callback_guard import report
 from fastserve.net.http1.connection import Http1Connection
 from fastserve.net.http2.connection import Http2Connection
 from fastserve.net.http2.exchange import Http2Shared
@@ -40,6 +39,7 @@ from fastserve.net.sockets import AcceptGate, open_socket
 from fastserve.net.tls.credentials import Credentials
 from fastserve.net.tls.handshake import Handshake
 from fastserve.net.tls.transport import H2, HTTP_1_1, TlsPort
+from fastserve.settings import Limits
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, MemoryBudget
 from fastserve.util.rate_limited_log import run_all
 

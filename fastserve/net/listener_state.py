@@ -15,10 +15,9 @@ from typing import Protocol
 
 import msgspec
 
-from fastserve.config import LEAST_MEMORY_BYTES, Limits
 from fastserve.net.access_control import Opening, Restrictions
+from fastserve.net.callback_guard import Guard, Guarded
 from fastserve.net.fair_queue import FairQueue
-from fastserve.net.guard import Guard, Guarded
 from fastserve.net.half_closed import HangupWatch
 from fastserve.net.http2.headers import ReplyBlocks
 from fastserve.net.http2.settings import Lifetimes
@@ -26,6 +25,7 @@ from fastserve.net.limits import STRAY_TLS, Verdict, WireFault, is_tls, over_lim
 from fastserve.net.request import AccessLog, Call, ReplyHeads
 from fastserve.net.router import HttpDialect, Router
 from fastserve.net.sockets import shown
+from fastserve.settings import LEAST_MEMORY_BYTES, Limits
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, Claim, MemoryBudget
 from fastserve.util.rate_limited_log import RateLimitedLog
 

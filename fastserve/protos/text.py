@@ -17,7 +17,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from fastserve.config.text_proto import Kind, TextField
+from fastserve.settings.text_proto import Kind, TextField
 
 _PLAIN = {i: chr(i) for i in range(0x20, 0x7F)}
 _SIGNS = {

@@ -21,10 +21,6 @@ from typing import Any
 from fastserve.backends.llm.folder import check_folder, find_runtime
 from fastserve.backends.model_errors import explain as explain_error
 from fastserve.backends.registry import find_backend
-from fastserve.config import RepositorySettings
-from fastserve.config.text_options import TextOptions
-from fastserve.config.text_proto import parse_text
-from fastserve.config.yaml_text import read_text
 from fastserve.devices.inventory import MACHINE, VISIBLE, DeviceInventory
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.folder_config import model_file
@@ -36,6 +32,10 @@ from fastserve.repository.signature import build_signatures
 from fastserve.repository.triton_config.conversion import TRITON_FILE
 from fastserve.repository.triton_config.messages import config_schema
 from fastserve.repository.version import Version, missing_versions, policy_text, wanted_versions
+from fastserve.settings import RepositorySettings
+from fastserve.settings.text_options import TextOptions
+from fastserve.settings.text_proto import parse_text
+from fastserve.settings.yaml_text import read_text
 from fastserve.tensor import TensorSpec
 
 NOT_READ = "inputs and outputs: read from the model when it is loaded"

@@ -17,9 +17,6 @@ from pathlib import Path
 import msgspec
 
 from fastserve.backends.registry import BACKENDS, TO_ONNX, BackendEntry, find_backend
-from fastserve.config import convert
-from fastserve.config.confined import read_confined
-from fastserve.config.yaml_text import read_yaml
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, config_json, may_share, parse_model_config
 from fastserve.repository.triton_config.completion import complete_from_files, find_file
@@ -30,6 +27,9 @@ from fastserve.repository.triton_config.conversion import (
     read_triton_config,
     to_model_config,
 )
+from fastserve.settings import convert
+from fastserve.settings.confined_file import read_confined
+from fastserve.settings.yaml_text import read_yaml
 
 CONFIG_FILE = "model.yaml"
 

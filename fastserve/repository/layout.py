@@ -31,11 +31,6 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from fastserve.backends.registry import BACKENDS
-from fastserve.config import ModelEntry, RepositorySettings
-from fastserve.config.confined import read_confined
-from fastserve.config.fields import convert, fault_text
-from fastserve.config.tensorflow import VERSION_BATCHING_FILE, batching_defaults
-from fastserve.config.yaml_text import FILE_BYTES
 from fastserve.errors import ConfigError
 from fastserve.repository.folder_config import (
     CONFIG_FILE,
@@ -51,6 +46,11 @@ from fastserve.repository.grps_config import NUMBER, Deployment, read_deployment
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.triton_config.conversion import TRITON_FILE
 from fastserve.repository.version import version_number
+from fastserve.settings import ModelEntry, RepositorySettings
+from fastserve.settings.confined_file import read_confined
+from fastserve.settings.fields import convert, fault_text
+from fastserve.settings.tensorflow import VERSION_BATCHING_FILE, batching_defaults
+from fastserve.settings.yaml_text import FILE_BYTES
 
 LONGEST_PATH = 512
 

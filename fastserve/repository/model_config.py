@@ -18,14 +18,14 @@ import msgspec
 from msgspec import Meta
 
 from fastserve.backends.registry import BACKENDS, NAMES, find_backend
-from fastserve.config import DEFAULT_POLICY, VersionPolicy, convert
-from fastserve.config.fields import fault_text
-from fastserve.config.model_options import Options, TorchOptions
-from fastserve.config.settings import VersionNumber
-from fastserve.config.text_options import OPTIONAL_INPUTS, TextOptions
 from fastserve.devices.inventory import MACHINE
 from fastserve.errors import ConfigError
 from fastserve.repository.placement import MOST_INSTANCES, Placement, place_on
+from fastserve.settings import DEFAULT_POLICY, VersionPolicy, convert
+from fastserve.settings.fields import fault_text
+from fastserve.settings.model_options import Options, TorchOptions
+from fastserve.settings.server_settings import VersionNumber
+from fastserve.settings.text_options import OPTIONAL_INPUTS, TextOptions
 from fastserve.tensor import DTYPES, TensorSpec
 
 # Spelled out because a type checker cannot read DTYPES; tests hold the two together.

@@ -19,8 +19,8 @@ import msgspec
 from msgspec.structs import replace
 
 from fastserve.backends.registry import BackendEntry
-from fastserve.config.fields import fault_text
 from fastserve.devices.inventory import DeviceInventory, VisibleDevice
+from fastserve.settings.fields import fault_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO, CPU, GPU = "auto", "cpu", "cuda"

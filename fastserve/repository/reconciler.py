@@ -21,13 +21,13 @@ from typing import Protocol
 
 import msgspec
 
-from fastserve.config import DEFAULT_POLICY, RepositorySettings
 from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError, internal, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.folder_config import Stamp
 from fastserve.repository.layout import ModelFolder, VersionFolder
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Model, Version, VersionState, missing_versions, wanted_versions
+from fastserve.settings import DEFAULT_POLICY, RepositorySettings
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from fastserve.config import ModelEntry, RepositorySettings
 from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Layout, ModelFolder, Override, is_model_name
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.reconciler import NO_LABEL, Reconciler, VersionHooks
 from fastserve.repository.version import Version, VersionState
+from fastserve.settings import ModelEntry, RepositorySettings
 from fastserve.util.offload import cancel_all
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from fastserve.config import convert
-from fastserve.config.fields import fault_text
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import DTypeName, ModelConfig, SignatureConfig, TensorConfig
+from fastserve.settings import convert
+from fastserve.settings.fields import fault_text
 from fastserve.tensor import TensorSpec
 
 DEFAULT_SIGNATURE = "serving_default"

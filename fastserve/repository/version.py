@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fastserve.codec.text import Info
-from fastserve.config import VersionPolicy
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.signature import Signature, build_signatures, with_signatures
 from fastserve.repository.triton_config.conversion import amend, with_tensors
+from fastserve.settings import VersionPolicy
 from fastserve.tensor import TensorSpec
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ import json
 import logging
 import os
 
-from fastserve.config import Listener, Settings
-from fastserve.config.settings import names_file
 from fastserve.metrics import Readiness
+from fastserve.settings import Listener, Settings
+from fastserve.settings.server_settings import names_file
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fastserve.config import Listener, Settings
 from fastserve.dialects import SPECS
 from fastserve.errors import ConfigError
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
 from fastserve.serving.dialect import DialectSpec, ListenerPolicy
+from fastserve.settings import Listener, Settings
 
 Spec = DialectSpec[Any]
 

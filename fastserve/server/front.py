@@ -20,8 +20,6 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from fastserve import __version__
-from fastserve.config import Limits, Listener, Settings
-from fastserve.config.triton import read_metrics_config
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.schedulers.cache import ResponseCache
@@ -34,11 +32,13 @@ from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.tls import Credentials
 from fastserve.server.dialect_selection import Spec, choose_grpc, choose_http, find_specs
 from fastserve.server.nv_metrics import NvMetrics
-from fastserve.serving.client_memory import DeviceMemory, Regions, keep_nothing
+from fastserve.serving.client_shared_memory import DeviceMemory, Regions, keep_nothing
 from fastserve.serving.dialect import Dialect, ServingContext, Spread, Stop, nobody_else, refuse_to_stop
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.text import TextModels
 from fastserve.serving.text.tensors import TextTensors
+from fastserve.settings import Limits, Listener, Settings
+from fastserve.settings.kserve_options import read_metrics_config
 from fastserve.util.memory import HeapTrim
 from fastserve.util.memory_budget import MemoryBudget
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from fastserve.config import ModelEntry
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Override
@@ -25,6 +24,7 @@ from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.dialect import Stop, refuse_to_stop
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.model_control import LoadOverride
+from fastserve.settings import ModelEntry
 
 
 def catalog_message(catalog: Catalog) -> dict[str, Any]:

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.backends.model_errors import explain
-from fastserve.config import Listener, Settings
-from fastserve.config.settings import PASSWORD_VARIABLE
 from fastserve.engine.counters import counters_of
 from fastserve.engine.loader import LoadedPart, VersionLoader
 from fastserve.errors import Kind, ServeError
@@ -34,6 +32,8 @@ from fastserve.metrics import Readiness, Registry, names
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
 from fastserve.server.front_messages import OwnerModelControl, catalog_message
+from fastserve.settings import Listener, Settings
+from fastserve.settings.server_settings import PASSWORD_VARIABLE
 from fastserve.workers import liveness
 from fastserve.workers.control import ControlFault, PeerGone
 from fastserve.workers.group import Backoff

@@ -22,7 +22,6 @@ import msgspec
 import uvloop
 
 from fastserve.codec.text import Info
-from fastserve.config import Listener, Settings
 from fastserve.engine.batch_queue import BatchQueue, QueueMeters
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import SCHEDULER, Engine
@@ -33,6 +32,7 @@ from fastserve.repository.model_config import load_config_json
 from fastserve.repository.version import Version
 from fastserve.server.front import Front, FrontGauges
 from fastserve.server.front_messages import RemoteModelControl, apply_catalog
+from fastserve.settings import Listener, Settings
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.util.logs import log_uncaught, setup_logs
 from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap

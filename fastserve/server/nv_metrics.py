@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from fastserve.config.triton import MetricsConfig
 from fastserve.devices.nvml import GPUS, Gpu
 from fastserve.engine.counters import (
     FIRST_RESPONSE,
@@ -31,10 +30,11 @@ from fastserve.metrics.exposition import (
     write_labels,
     write_summary,
 )
+from fastserve.metrics.quantiles import SpreadWindow, quantiles_ns
 from fastserve.metrics.readiness import MachineUsage
-from fastserve.metrics.spread import SpreadWindow, quantiles_ns
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
+from fastserve.settings.kserve_options import MetricsConfig
 
 NAMES = (
     ("nv_inference_request_summary_us", "Summary of inference request duration in microseconds"),

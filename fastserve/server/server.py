@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
-from fastserve.config import ModelEntry, Settings, TFServingOptions
-from fastserve.config.fields import convert
-from fastserve.config.tensorflow import StartFault, read_models
 from fastserve.engine.engine import Engine
 from fastserve.engine.loader import VersionLoader
 from fastserve.engine.schedulers.rate_limiter import RateLimiter, read_pools
@@ -36,6 +33,9 @@ from fastserve.server.front_messages import OwnerModelControl
 from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
 from fastserve.serving.dialect import refuse_to_stop
+from fastserve.settings import ModelEntry, Settings, TFServingOptions
+from fastserve.settings.fields import convert
+from fastserve.settings.tensorflow import StartFault, read_models
 from fastserve.util.logs import log_uncaught, setup_logs
 from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap
 from fastserve.workers.control import exit_now

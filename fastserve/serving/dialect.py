@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from fastserve import __version__
-from fastserve.config import Settings
-from fastserve.config.fields import convert
 from fastserve.engine import Engine
 from fastserve.errors import ServeError, unsupported
 from fastserve.metrics import Heartbeat, Readiness, Registry
@@ -30,9 +28,11 @@ from fastserve.net.router import Route, Yields, refuse_plainly
 from fastserve.repository.catalog import VersionListeners
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
-from fastserve.serving.client_memory import Regions
+from fastserve.serving.client_shared_memory import Regions
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.model_view import ModelViews
+from fastserve.settings import Settings
+from fastserve.settings.fields import convert
 from fastserve.util.offload import Offload
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from fastserve.metrics.names import Traffic
 from fastserve.repository.catalog import VersionListeners
 from fastserve.repository.version import Version
 from fastserve.serving.exchange import Exchange, internal_error
-from fastserve.serving.prepared import BoundedDict, PreparedRequest
+from fastserve.serving.prepared_requests import BoundedDict, PreparedRequest
 from fastserve.tensor import DTYPE_BY_CODE
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastserve.config import ModelEntry, Settings
 from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Resource
 from fastserve.repository.version import Version, VersionState
+from fastserve.settings import ModelEntry, Settings
 
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 

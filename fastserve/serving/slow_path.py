@@ -16,7 +16,7 @@ from time import monotonic_ns
 from fastserve.errors import ServeError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse, Lent
-from fastserve.serving.client_memory import OutputBuffers, Range, hold_buffers
+from fastserve.serving.client_shared_memory import OutputBuffers, Range, hold_buffers
 from fastserve.serving.dialect import DialectService
 from fastserve.serving.exchange import Exchange, internal_error
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, Claim

@@ -21,8 +21,8 @@ from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
 from fastserve._ext.upkeep import Pulse
 from fastserve.backends.registry import find_backend
-from fastserve.config.model_options import read_options
-from fastserve.config.text_options import TextOptions
+from fastserve.settings.model_options import read_options
+from fastserve.settings.text_options import TextOptions
 from fastserve.tensor import DTYPES, TensorSpec
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h

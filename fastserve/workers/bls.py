@@ -27,7 +27,7 @@ from fastserve.backends import model_callbacks
 from fastserve.backends.triton_api.requests import InferenceRequest, InferenceResponse, TritonError, bls
 from fastserve.backends.triton_api.tensor import Tensor as TritonTensor
 from fastserve.backends.triton_api.tensor import TritonModelException
-from fastserve.codec.slab_notes import RequestNote, read_answer_note, write_note
+from fastserve.codec.slab_contents import RequestNote, read_answer_note, write_note
 from fastserve.errors import Kind
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_desk, read_array

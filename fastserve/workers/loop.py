@@ -113,7 +113,7 @@ def make_runner(place: WorkerContext) -> Runner:
     """The runner for this arena's form. numpy is first needed here."""
     arena, ring, backend, config = place
     if "transformer" in config:
-        from fastserve.workers.library import LibraryRunner
+        from fastserve.workers.object_batches import LibraryRunner
 
         whole = config["transformer"]["whole"]
         return LibraryRunner(arena, ring, cast("ElementBackend", backend), whole=whole)
@@ -136,7 +136,7 @@ def make_runner(place: WorkerContext) -> Runner:
 def make_device_runner(place: WorkerContext, device: ComputeDevice) -> Runner:
     """The runner for batches that go over a device."""
     if place.arena.geometry.dense:
-        from fastserve.workers.device.dense import DeviceDenseRunner
+        from fastserve.workers.device.dense_batches import DeviceDenseRunner
 
         return DeviceDenseRunner(place, device)
     from fastserve.workers.device.slabs import DeviceSlabRunner

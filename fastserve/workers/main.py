@@ -23,8 +23,8 @@ from fastserve.backends import Backend, create, model_callbacks
 from fastserve.backends.base import CompletedConfig, SupportsSignatures, check_capabilities, write_specs
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.backends.registry import find_backend
-from fastserve.config.text_options import INPUTS, OUTPUTS
 from fastserve.errors import ConfigError
+from fastserve.settings.text_options import INPUTS, OUTPUTS
 from fastserve.util.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import (
     ControlChannel,

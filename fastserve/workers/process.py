@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastserve.config.settings import PASSWORD_VARIABLE
+from fastserve.settings.server_settings import PASSWORD_VARIABLE
 from fastserve.workers.control import ControlChannel, ControlFault
 
 log = logging.getLogger(__name__)

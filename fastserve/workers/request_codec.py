@@ -17,7 +17,7 @@ from fastserve._ext.triton_requests import OneReply, RequestDesk, WholeRequest
 from fastserve.backends.model_errors import explain
 from fastserve.backends.triton_api.requests import InferenceRequest, InferenceResponse
 from fastserve.backends.triton_api.tensor import BY_NUMBER, STRING, Tensor, TritonModelException
-from fastserve.codec.slab_notes import AnswerNote, read_request_note, write_note
+from fastserve.codec.slab_contents import AnswerNote, read_request_note, write_note
 from fastserve.errors import Kind
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena

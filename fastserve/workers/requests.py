@@ -22,9 +22,9 @@ from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, is
 from fastserve.backends.triton_api.metrics import changes
 from fastserve.backends.triton_api.requests import CLOSED, KINDS, InferenceRequest, InferenceResponse
 from fastserve.backends.triton_api.tensor import TritonModelException
-from fastserve.codec.slab_notes import AnswerNote, write_note
-from fastserve.config.model_options import may_isolate
+from fastserve.codec.slab_contents import AnswerNote, write_note
 from fastserve.errors import Kind, ServeError
+from fastserve.settings.model_options import may_isolate
 from fastserve.workers.arena import WINDOW_PARTS, Arena
 from fastserve.workers.isolation import counted, isolate, most_runs
 from fastserve.workers.request_codec import Packed, RequestCodec

@@ -19,8 +19,8 @@ import numpy as np
 
 from fastserve.backends.base import SupportsOutputBinding, SupportsRequestJoining, SupportsSignatures
 from fastserve.backends.model_errors import end_if_lost, explain, kind_of
-from fastserve.config.model_options import may_isolate
 from fastserve.errors import Kind, ServeError, internal, invalid, pack_status
+from fastserve.settings.model_options import may_isolate
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.workers.arrays import NUMPY, open_desk, read_array, to_entry
 from fastserve.workers.isolation import OomSplit, counted, isolate, most_runs

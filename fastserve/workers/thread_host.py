@@ -105,7 +105,7 @@ def _prepare(config: Mapping[str, Any]) -> None:
     they import common packages (numpy, and what else is installed), which have circles of their own, and two
     threads that meet in one find it half made. A model's own code is not imported here, so what a load waits
     for under the lock is installed packages, each once in the life of the process."""
-    from fastserve.config.model_options import read_options, read_torch
+    from fastserve.settings.model_options import read_options, read_torch
     from fastserve.workers import loop  # noqa: F401
 
     read_options({})

@@ -27,9 +27,9 @@ import numpy as np
 from fastserve._ext.flatten import unpack_bytes
 from fastserve.backends.base import Backend
 from fastserve.backends.model_errors import explain, kind_of
-from fastserve.config.confined import read_confined
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.request import RECORDED_LENGTH as LENGTH
+from fastserve.settings.confined_file import read_confined
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arrays import NUMPY, as_read_only
 

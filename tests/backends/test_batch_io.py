@@ -14,12 +14,12 @@ from onnx import TensorProto
 
 from fastserve.backends import create
 from fastserve.backends.batch_io import BatchIO
-from fastserve.config.model_options import MadeInput, Options, Scatter
 from fastserve.engine.counters import counts_of
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.model_config import config_json
 from fastserve.repository.triton_config.conversion import parse_triton_text, to_model_config
 from fastserve.request import InferRequest
+from fastserve.settings.model_options import MadeInput, Options, Scatter
 from fastserve.tensor import DTYPES, Tensor
 from tests.backends.frameworks.test_onnx_triton import load
 from tests.backends.models import FLOAT, helper, save, value

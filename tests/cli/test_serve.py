@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 import fastserve.server
 from fastserve.cli import main
-from fastserve.config import Listener, Settings
 from fastserve.demo import demo_repository
+from fastserve.settings import Listener, Settings
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from threading import Event, Thread
 from typing import Any
 
 from fastserve.codec.text import Info
-from fastserve.config import Settings
 from fastserve.dialects.textgen import SPEC
+from fastserve.settings import Settings
 from tests.text_rig import LocalEngine, Said, Scripted, listening
 
 INFO = Info(vocab_size=1 << 20, tokenizer="words", slots=64)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.codec.slab_notes import measure_tensors, read_tensors, write_tensors
+from fastserve.codec.slab_contents import measure_tensors, read_tensors, write_tensors
 from fastserve.tensor import DTYPES, Tensor
 
 HEAD_BYTES = 8

@@ -17,10 +17,10 @@ import grpc.aio
 import pytest
 import uvloop
 
-from fastserve.config import Limits, Listener, Settings
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.engine import scheduler_of
 from fastserve.server import Server
+from fastserve.settings import Limits, Listener, Settings
 from tests.conformance import models
 from tests.conformance.ways import KEY, REGION, SLOT_BYTES, SLOTS, Answer, Line, Way, region_path
 from tests.conftest import Descriptors

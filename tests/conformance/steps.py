@@ -29,7 +29,7 @@ from fastserve.dialects.triton_v1.service import AnswerWriter
 from fastserve.engine import arena_io
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.prepared import PreparedRequest
+from fastserve.serving.prepared_requests import PreparedRequest
 
 INSIDE = "a secret of the server's"
 LIMIT = ServeError(Kind.RESOURCE_EXHAUSTED, "a limit of the test's")

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import ParseDict
 
-from fastserve.config import Listener, TextgenOptions
 from fastserve.protos import load
+from fastserve.settings import Listener, TextgenOptions
 from tests.dialects.text_common.serving import Hosted
 from tests.dialects.text_common.test_slow_readers import Dripping
 from tests.running import until

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from fastserve.config import Settings
-from fastserve.config.settings import TFServingOptions
 from fastserve.dialects import SPECS
 from fastserve.metrics import Registry
 from fastserve.net.access_control import Resource, Scope
 from fastserve.net.grpc import Method
 from fastserve.repository.catalog import Catalog
 from fastserve.serving.dialect import Dialect, DialectSpec, ServingContext
+from fastserve.settings import Settings
+from fastserve.settings.server_settings import TFServingOptions
 
 ADMINISTERS = {
     "tfserving": {"HandleReloadConfigRequest"},

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fastserve.config import convert
 from fastserve.engine.engine import SCHEDULER, Engine, Scheduler
 from fastserve.engine.schedulers.sealed_queue import BatchMember, MemberAnswer
 from fastserve.errors import ServeError
@@ -20,6 +19,7 @@ from fastserve.repository.triton_config.conversion import options_of
 from fastserve.repository.triton_config.messages import TritonConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
+from fastserve.settings import convert
 from fastserve.tensor import DTYPES, Tensor
 
 Compute = Callable[[dict[str, np.ndarray]], "dict[str, np.ndarray] | Awaitable[dict[str, np.ndarray]]"]

@@ -20,8 +20,8 @@ import pytest
 from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, RstStreamFrame
 
 from fastserve._ext.http2_frames import frame
-from fastserve.config import Limits
 from fastserve.net.http2.stream import ErrorCode
+from fastserve.settings import Limits
 from fastserve.util.memory import KEPT_BYTES
 from tests.dialects.kserve import client_models
 from tests.faults.bystander import Bystander

@@ -21,9 +21,9 @@ from typing import Any
 import grpc
 import pytest
 
-from fastserve.config import GrpcOptions, Limits, Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
+from fastserve.settings import GrpcOptions, Limits, Listener, Settings
 from tests.dialects.kserve import client_models
 from tests.faults.rig import MESSAGES, SERVICE
 from tests.faults.test_counts import BACK

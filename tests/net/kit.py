@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from fastserve.config import Limits
 from fastserve.errors import ServeError
 from fastserve.net import Call, Endpoint, HttpListener, Route
 from fastserve.net.access_control import Scope
-from fastserve.net.guard import INTERNAL_ERROR
+from fastserve.net.callback_guard import INTERNAL_ERROR
 from fastserve.net.http1.connection import Http1Connection
+from fastserve.settings import Limits
 
 T = TypeVar("T")
 WAIT_S = 30.0  # how long a test waits for something that must happen

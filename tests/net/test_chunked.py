@@ -8,8 +8,8 @@ from time import process_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.config import Limits
 from fastserve.net.http1.parser import ChunkReader
+from fastserve.settings import Limits
 
 
 def feed_all(reader: ChunkReader, data: bytes) -> int:

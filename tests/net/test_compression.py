@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.config import Limits
 from fastserve.errors import Kind, ServeError
 from fastserve.net.compression import DEFLATE, GZIP, choose_coding, inflate, pack
+from fastserve.settings import Limits
 from tests.net.kit import limits
 
 

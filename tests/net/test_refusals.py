@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastserve.config import Limits
+from fastserve.settings import Limits
 from tests.net.kit import Pipe, Reply, client, echo, limits, run, serving
 
 HOST = b"Host: a\r\n"

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from fastserve.config.triton import CATEGORIES
 from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import (
     NO_RESTRICTIONS,
@@ -23,6 +22,7 @@ from fastserve.net.access_control import (
 )
 from fastserve.net.grpc import Method
 from fastserve.net.grpc.method import guard_method
+from fastserve.settings.kserve_options import CATEGORIES
 
 GIVEN = {"inference": ("Key", "secret"), "statistics": ("other", "s2")}
 OVER_HTTP, OVER_GRPC = Restrictions.over_http(GIVEN), Restrictions.over_grpc(GIVEN)

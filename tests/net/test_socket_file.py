@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config import Limits, Listener
 from fastserve.net import HttpListener, check_free
 from fastserve.net.listener import open_socket
 from fastserve.net.request import Call
+from fastserve.settings import Limits, Listener
 from tests.net.kit import Paths, echo, read_replies, run
 
 ASK = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -8,9 +8,9 @@ import zlib
 
 import pytest
 
-from fastserve.config import Limits
 from fastserve.net import Call, HttpListener
 from fastserve.net.http1.connection import Http1Connection
+from fastserve.settings import Limits
 from tests.net.kit import Held, Paths, Pipe, client, echo, read_replies, run, serving
 
 GET = b"GET /echo?a=%20b HTTP/1.1\r\nHost: a\r\n\r\n"

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import Message
 
-from fastserve.config.text_proto import TextField
+from fastserve.settings.text_proto import TextField
 
 Proto = descriptor_pb2.FieldDescriptorProto
 _TYPES = {

@@ -9,16 +9,16 @@ import pytest
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
-from fastserve.config.text_proto import parse_text
 from fastserve.net.grpc.health import make_pool
 from fastserve.protos import load
 from fastserve.protos.text import print_line, schema_of
+from fastserve.settings.text_proto import parse_text
 
 # What an official client does when it is imported: files and messages of our names in the default pool.
 OFFICIAL = """
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
-from fastserve.config.text_proto import parse_text
+from fastserve.settings.text_proto import parse_text
 from fastserve.protos import load
 from fastserve.protos.text import print_line, schema_of
 sets = [load(name).descriptor_set for name in ("kserve_v2", "triton_v1")]

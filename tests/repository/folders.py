@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from fastserve.config import RepositorySettings
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
 from fastserve.repository.version import Attachment, Version
+from fastserve.settings import RepositorySettings
 
 BASE: dict[str, Any] = {
     "backend": "python",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastserve.config import RepositorySettings
 from fastserve.repository.catalog import Catalog, labels_of
 from fastserve.repository.layout import Layout
 from fastserve.repository.version import Version, VersionState
+from fastserve.settings import RepositorySettings
 
 TENSORS = """max_batch_size: 4
 input [ { name: "IN" data_type: TYPE_FP32 dims: [ 4 ] } ]

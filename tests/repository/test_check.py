@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import RepositorySettings
 from fastserve.errors import ConfigError
 from fastserve.repository.check import ModelReport, explain
+from fastserve.settings import RepositorySettings
 from tests.repository.folders import write_config, write_version
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from fastserve.config import Listener, RepositorySettings, Settings
 from fastserve.demo import demo_repository
 from fastserve.metrics import Readiness
 from fastserve.repository.check import explain
 from fastserve.repository.layout import Layout
 from fastserve.repository.version import Version
 from fastserve.server.banner import banner_text
+from fastserve.settings import Listener, RepositorySettings, Settings
 
 DEMO_BYTES = 100_000
 TEXT_MODEL = "scribe"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fastserve.backends.registry import BackendEntry
-from fastserve.config import RepositorySettings
 from fastserve.repository.check import explain
 from fastserve.repository.folder_config import foreign_text
 from fastserve.repository.layout import Layout, ModelFolder
+from fastserve.settings import RepositorySettings
 
 
 def without_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:

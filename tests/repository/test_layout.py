@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config import ModelEntry, PolicyChoice, RepositorySettings
 from fastserve.repository.layout import Layout, is_model_name
+from fastserve.settings import ModelEntry, PolicyChoice, RepositorySettings
 from tests.repository.folders import write_config, write_version
 
 

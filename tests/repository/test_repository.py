@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import ModelEntry, PolicyChoice
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.version import VersionState
+from fastserve.settings import ModelEntry, PolicyChoice
 from tests.repository.folders import Stage, remove_version, write_config, write_version
 
 Scene = Callable[[Stage], Coroutine[Any, Any, None]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.config import PolicyChoice
 from fastserve.repository.version import missing_versions, policy_text, version_number, wanted_versions
+from fastserve.settings import PolicyChoice
 
 NUMBERS = st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 9), max_size=12)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config import ModelEntry
 from fastserve.repository.model_config import ModelConfig
+from fastserve.settings import ModelEntry
 from tests.repository.folders import Stage, write_config, write_version
 
 FILE = "batching_params.pbtxt"

@@ -18,10 +18,10 @@ import numpy as np
 import uvloop
 import yaml
 
-from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.request import InferRequest
 from fastserve.server import Server
 from fastserve.server.front_pool import FrontLink
+from fastserve.settings import AdminOptions, Listener, Settings
 from fastserve.tensor import DTYPES, Tensor
 
 WAIT_S = 60.0

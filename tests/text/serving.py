@@ -12,7 +12,6 @@ from typing import Any
 import uvloop
 
 from fastserve.codec.text import Finish, GenerationRun, Record, Sampling, TextNote, read_extra
-from fastserve.config.yaml_text import read_yaml
 from fastserve.engine.engine import Engine, scheduler_of
 from fastserve.engine.loader import VersionLoader
 from fastserve.engine.text import TextQueue, TextScheduler
@@ -20,6 +19,7 @@ from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
+from fastserve.settings.yaml_text import read_yaml
 
 uvloop.run(asyncio.sleep(0))  # libuv opens a pipe with the process's first loop, for good
 RIGS = Path(__file__).parent / "rigs"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastserve.codec.slab_notes import measure_tensors, read_tensors, write_tensors
+from fastserve.codec.slab_contents import measure_tensors, read_tensors, write_tensors
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.workers.arena import Arena, WorkerContext, plan_geometry
 from fastserve.workers.arrays import as_tensor, view_tensor

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fastserve._ext.slab_tensors import SlabDesk
 from fastserve.backends.triton_api.requests import CLOSED, InferenceRequest, InferenceResponse, TritonError
 from fastserve.backends.triton_api.tensor import BY_NUMBER, BY_NUMPY, STRING, Tensor, TritonModelException
-from fastserve.codec.slab_notes import RequestNote, read_answer_note, write_note
+from fastserve.codec.slab_contents import RequestNote, read_answer_note, write_note
 from fastserve.errors import Kind
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena, Geometry

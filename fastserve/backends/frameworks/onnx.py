@@ -26,8 +26,8 @@ from fastserve.backends.frameworks.torch_device import CAPTURING
 from fastserve.backends.model_errors import clean, kind_of
 from fastserve.backends.outputs import OutputCheck
 from fastserve.backends.registry import find_backend
-from fastserve.config.model_options import Options, SessionOptions, read_options
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.model_options import Options, SessionOptions, read_options
 from fastserve.tensor import DTYPES, TensorSpec, fits_shape
 from fastserve.util.memory import gc_paused
 

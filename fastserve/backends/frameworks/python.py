@@ -29,8 +29,8 @@ import numpy as np
 
 from fastserve.backends.base import read_specs
 from fastserve.backends.outputs import OutputCheck
-from fastserve.config.model_options import may_isolate
 from fastserve.errors import ConfigError
+from fastserve.settings.model_options import may_isolate
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays

@@ -42,14 +42,14 @@ from fastserve.backends.frameworks.torch_tensors import (
     torch_dtype,
 )
 from fastserve.backends.outputs import OutputCheck
-from fastserve.config.model_options import Options, read_options, read_torch
 from fastserve.errors import ConfigError
+from fastserve.settings.model_options import Options, read_options, read_torch
 from fastserve.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
     from fastserve.backends.frameworks.torch_program import OpenedProgram
-    from fastserve.config.model_options import TorchOptions
+    from fastserve.settings.model_options import TorchOptions
 
 
 log = logging.getLogger(__name__)

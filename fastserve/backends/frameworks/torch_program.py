@@ -31,8 +31,8 @@ from fastserve.backends.frameworks.python import describe_model, import_class
 from fastserve.backends.frameworks.torch_tensors import Tensors, dtype_name
 from fastserve.backends.model_errors import clean
 from fastserve.backends.outputs import output_fault
-from fastserve.config.model_options import TorchOptions
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.model_options import TorchOptions
 from fastserve.tensor import DTYPES, TensorSpec
 
 _INDEXED = re.compile(r".*?__(\d+)")

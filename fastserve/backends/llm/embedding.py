@@ -32,8 +32,8 @@ from fastserve.backends.model_errors import (
     kind_of,
 )
 from fastserve.codec.text import Extra, Finish, Info, write_text
-from fastserve.config.text_options import TextOptions
 from fastserve.errors import Kind, ServeError
+from fastserve.settings.text_options import TextOptions
 
 log = logging.getLogger(__name__)
 MOST_TOKENS = 4096

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fastserve.backends.registry import find_backend
-from fastserve.config.fields import fault_text
-from fastserve.config.text_options import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.fields import fault_text
+from fastserve.settings.text_options import TextOptions
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 NUMPY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

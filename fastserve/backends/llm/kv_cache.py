@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastserve.config.text_options import TextOptions
 from fastserve.errors import ConfigError
+from fastserve.settings.text_options import TextOptions
 
 log = logging.getLogger(__name__)
 STRIDE = 32

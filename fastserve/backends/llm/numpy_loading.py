@@ -22,9 +22,9 @@ from fastserve.backends.llm.folder import check_folder, read_ends, rope_of, weig
 from fastserve.backends.llm.kv_cache import RowCache, find_cache_size, host_bytes, shape_of, zero_pages
 from fastserve.backends.llm.numpy_model import DecoderWeights, LayerWeights, LinearWeights, NumpyModel
 from fastserve.backends.llm.pooling import find_pooling, with_pooling
-from fastserve.config.fields import convert
-from fastserve.config.text_options import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.fields import convert
+from fastserve.settings.text_options import TextOptions
 
 _HEADER_BYTES_MAX = 64 << 20
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<f2")}

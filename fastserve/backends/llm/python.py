@@ -37,8 +37,8 @@ from fastserve.backends.llm.embedding import EmbedEngine
 from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.codec.text import Extra, Finish, Info, Logprobs, Sampling, write_text
-from fastserve.config.text_options import TextOptions
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.text_options import TextOptions
 
 log = logging.getLogger(__name__)
 NO_VECTORS = "this model makes no embeddings"

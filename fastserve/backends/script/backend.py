@@ -28,8 +28,8 @@ from fastserve.backends.outputs import OutputCheck, output_fault
 from fastserve.backends.script.declaration import BODY, ModelSteps, ScriptModel
 from fastserve.backends.script.json_body import BodyReader, write_json
 from fastserve.backends.script.loading import load_script
-from fastserve.config.model_options import may_isolate
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.model_options import may_isolate
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays, OnFailure

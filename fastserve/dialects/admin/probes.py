@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fastserve.config import Settings
 from fastserve.metrics import CONTENT_TYPE
 from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.limits import JSON
@@ -32,6 +31,7 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
+from fastserve.settings import Settings
 
 if TYPE_CHECKING:
     from fastserve.net import Call

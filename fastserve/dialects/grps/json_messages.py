@@ -26,7 +26,6 @@ from fastserve._ext.json_reader import JSONFault, PredictReader
 from fastserve._ext.json_value import JSONSyntaxError, Members, parse
 from fastserve._ext.json_writer import MODE_SHORTEST, write_values
 from fastserve.codec.json_text import decode_base64
-from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.messages import (
     BY_NAME,
     BY_NUMBER,
@@ -39,6 +38,7 @@ from fastserve.dialects.grps.messages import (
 )
 from fastserve.errors import invalid
 from fastserve.protos import load
+from fastserve.settings import GrpsOptions
 from fastserve.tensor import ARRAY_CODE, DTYPES
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from operator import itemgetter
 from typing import Any
 
 from fastserve._ext.infer_frame import InferFrame
-from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.inference import WORK, GrpsCall, GrpsPredict, read_answer, stream_answers
 from fastserve.dialects.grps.json_messages import (
     MOST_VALUES,
@@ -52,9 +51,17 @@ from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath, Outcome, PathCache, open_path
-from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs, put_bytes
+from fastserve.serving.prepared_requests import (
+    Described,
+    Later,
+    Memory,
+    PreparedRequest,
+    ordinary_inputs,
+    put_bytes,
+)
+from fastserve.serving.request_templates import JsonTemplates
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.serving.templates import JsonTemplates
+from fastserve.settings import GrpsOptions
 from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from fastserve.config import GrpsOptions
 from fastserve.net.access_control import NOTHING, Resource, Resources, Scope
 from fastserve.serving.dialect import HttpRoute
+from fastserve.settings import GrpsOptions
 
 _BOTH = ("GET", "POST")
 ROOT = "/grps/v1/"

@@ -48,9 +48,9 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange, deadline_of, internal_error
 from fastserve.serving.fast_path import Outcome
-from fastserve.serving.prepared import Described, Later, Memory
+from fastserve.serving.prepared_requests import Described, Later, Memory
+from fastserve.serving.request_templates import FieldSource, MessageTemplate, MessageTemplates
 from fastserve.serving.rpc import answer_rpc
-from fastserve.serving.templates import FieldSource, MessageTemplate, MessageTemplates
 from fastserve.tensor import DType
 from fastserve.util.offload import OFFLOAD_BYTES
 

@@ -10,7 +10,6 @@ import msgspec
 import yaml
 
 from fastserve.backends.base import write_specs
-from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.monitor import GrpsMonitor
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.metrics.exposition import Metric
@@ -21,6 +20,7 @@ from fastserve.protos import load
 from fastserve.repository.grps_config import FILE, Deployment, read_deployment
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import DialectService, ServingContext
+from fastserve.settings import GrpsOptions
 
 CODE = CANONICAL_STATUS | {Kind.RESOURCE_EXHAUSTED: 503, Kind.ABORTED: 503}
 OK_JSON = b'{"status":{"code":200,"msg":"OK","status":"SUCCESS"}'

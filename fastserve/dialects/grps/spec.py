@@ -7,7 +7,6 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from fastserve.config import GrpsOptions
 from fastserve.dialects.grps.json_messages import read_text_member
 from fastserve.dialects.grps.predict import HttpPredictEndpoint
 from fastserve.dialects.grps.routes import (
@@ -35,6 +34,7 @@ from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Route
 from fastserve.protos import load
 from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, ListenerPolicy, ServingContext
+from fastserve.settings import GrpsOptions
 
 if TYPE_CHECKING:
     from fastserve.net.grpc import Method

@@ -42,7 +42,7 @@ from fastserve.net.request import Call
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.triton_config.conversion import config_json
 from fastserve.repository.version import Model, Version
-from fastserve.serving.client_memory import HANDLE_BYTES, DeviceRegion, Region
+from fastserve.serving.client_shared_memory import HANDLE_BYTES, DeviceRegion, Region
 from fastserve.serving.dialect import show_answer
 from fastserve.serving.model_control import LoadOverride, must_be_explicit, triton_state
 from fastserve.serving.model_view import ModelView, TensorView

@@ -18,7 +18,7 @@ from fastserve.dialects.kserve.service import LOG_SETTINGS, RANGES, KServeServic
 from fastserve.errors import ServeError, internal, invalid, unsupported
 from fastserve.net.grpc import Method, Rpc
 from fastserve.protos import load
-from fastserve.serving.client_memory import HANDLE_BYTES
+from fastserve.serving.client_shared_memory import HANDLE_BYTES
 from fastserve.serving.model_control import LoadOverride
 from fastserve.serving.rpc import parse_message, serialize
 

@@ -53,15 +53,15 @@ from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.net.access_control import Scope
 from fastserve.net.grpc import GrpcExchange, Method, Rpc
 from fastserve.request import InferRequest, InferResponse, Lent
-from fastserve.serving.client_memory import OutputBuffers, Range, Regions
+from fastserve.serving.client_shared_memory import OutputBuffers, Range, Regions
 from fastserve.serving.exchange import RpcExchange, deadline_of, internal_error
 from fastserve.serving.fast_path import Outcome
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.prepared import Described, Memory
+from fastserve.serving.prepared_requests import Described, Memory
+from fastserve.serving.request_templates import FieldSource, MessageTemplate, MessageTemplates
 from fastserve.serving.rpc import answer_rpc, read_in_place
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.serving.streams import Turn, answer_stream, generate
-from fastserve.serving.templates import FieldSource, MessageTemplate, MessageTemplates
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
 from fastserve.util.offload import OFFLOAD_BYTES
 

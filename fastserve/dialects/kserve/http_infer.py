@@ -24,7 +24,6 @@ from fastserve._ext.infer_frame import InferFrame, find_holes
 from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer
 from fastserve.codec.json_text import leading_int
-from fastserve.config import Limits
 from fastserve.dialects.kserve.inference import Inference, deduce_raw, reply_parameters, show_outputs
 from fastserve.dialects.kserve.json_values import not_in_json
 from fastserve.dialects.kserve.request import InferBody, InferParameters, ReplyOptions, read_body, read_header
@@ -47,13 +46,14 @@ from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.client_memory import LARGE_BYTES, OutputBuffers, Range, hold_files
+from fastserve.serving.client_shared_memory import LARGE_BYTES, OutputBuffers, Range, hold_files
 from fastserve.serving.fast_path import FastPath, Outcome, PathCache, open_path
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, ordinary_inputs
+from fastserve.serving.prepared_requests import Described, Later, Memory, PreparedRequest, ordinary_inputs
+from fastserve.serving.request_templates import JsonTemplates
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.serving.templates import JsonTemplates
 from fastserve.serving.traces import RequestTrace
+from fastserve.settings import Limits
 from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES, Offload
 

@@ -17,9 +17,9 @@ from fastserve.dialects.kserve.request import HeaderForwarding, InferBody, Input
 from fastserve.dialects.kserve.service import KServeService
 from fastserve.errors import Kind, ModelError, invalid, unsupported
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.client_memory import OutputBuffer, OutputBuffers, Regions, check_total
+from fastserve.serving.client_shared_memory import OutputBuffer, OutputBuffers, Regions, check_total
 from fastserve.serving.model_view import Class, ModelView, TensorView, check_order, classify
-from fastserve.serving.prepared import Memory
+from fastserve.serving.prepared_requests import Memory
 from fastserve.serving.slow_path import RegionRequest
 from fastserve.serving.traces import RequestTrace
 from fastserve.tensor import (

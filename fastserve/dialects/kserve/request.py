@@ -34,8 +34,8 @@ from fastserve.dialects.kserve.json_values import (
 )
 from fastserve.errors import ServeError, internal, invalid, unsupported
 from fastserve.request import Lent
-from fastserve.serving.client_memory import Range
-from fastserve.serving.prepared import Memory
+from fastserve.serving.client_shared_memory import Range
+from fastserve.serving.prepared_requests import Memory
 from fastserve.serving.slow_path import BodyTensors
 
 

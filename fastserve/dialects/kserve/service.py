@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from fastserve._ext.json_writer import write_string
 from fastserve.codec.json_text import leading_int, to_bytes
-from fastserve.config import TritonOptions
-from fastserve.config.triton import TRACE_LEVELS, parse_trace_config
 from fastserve.dialects.kserve.json_values import INT64_MAX, Value, as_array, as_string, find
 from fastserve.dialects.kserve.request import HeaderForwarding, id_prefix
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid, unsupported
@@ -24,6 +22,8 @@ from fastserve.repository.version import Version
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.traces import OFF, Setting, Traces
+from fastserve.settings import TritonOptions
+from fastserve.settings.kserve_options import TRACE_LEVELS, parse_trace_config
 from fastserve.util.logs import switch_logs
 
 # The ranges of settings that are numbers.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastserve.config import TritonOptions
 from fastserve.dialects.kserve.calls import CALLS, CallEndpoint, answer_not_found, answer_wrong_verb
 from fastserve.dialects.kserve.generate import GenerateEndpoint
 from fastserve.dialects.kserve.http_infer import InferEndpoint
@@ -37,6 +36,7 @@ from fastserve.serving.dialect import (
     is_root,
 )
 from fastserve.serving.model_control import exposes
+from fastserve.settings import TritonOptions
 
 if TYPE_CHECKING:
     from fastserve.net.grpc import Method

@@ -26,7 +26,6 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from fastserve.codec.text import Finish
-from fastserve.config import TextgenOptions
 from fastserve.dialects.text_common.bodies import WORK, is_integer, read_body
 from fastserve.dialects.text_common.mindie import (
     MOST_INT,
@@ -67,6 +66,7 @@ from fastserve.serving.text import (
 )
 from fastserve.serving.text.models import TextCall
 from fastserve.serving.text.request import TO_FIT
+from fastserve.settings import TextgenOptions
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _find_control = _CONTROL.search

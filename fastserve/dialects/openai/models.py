@@ -7,7 +7,6 @@ from urllib.parse import unquote
 
 import msgspec
 
-from fastserve.config import TextgenOptions
 from fastserve.dialects.openai.errors import refuse
 from fastserve.dialects.text_common.bodies import InvalidBody
 from fastserve.dialects.text_common.mindie import SERVER
@@ -20,6 +19,7 @@ from fastserve.net.router import Yields
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextModel
 from fastserve.serving.text.models import model_card
+from fastserve.settings import TextgenOptions
 
 NO_NAME = {"openai": "`model` is required", "mindie": "Not found model."}
 DESCRIBE = dict.fromkeys(("GET", "HEAD"), Scope.METADATA)

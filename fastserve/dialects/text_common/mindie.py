@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.codec.text import Sampling
-from fastserve.config import TextgenOptions
 from fastserve.dialects.text_common.bodies import is_integer
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.net.router import retry_after
 from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
+from fastserve.settings import TextgenOptions
 
 if TYPE_CHECKING:
     from fastserve.dialects.text_common.service import TextService

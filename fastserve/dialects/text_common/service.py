@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
 
-from fastserve.config import TextgenOptions
 from fastserve.dialects.text_common.mindie_metrics import MindieMetrics
 from fastserve.errors import Kind, ServeError
 from fastserve.net.request import Call
@@ -17,6 +16,7 @@ from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.text import TextModel, TextModels, TextStream
 from fastserve.serving.text.images import ImageRules, Images
 from fastserve.serving.text.models import TextCall, answer_text
+from fastserve.settings import TextgenOptions
 
 
 @dataclass(slots=True, eq=False)

@@ -36,12 +36,12 @@ from functools import partial
 from time import monotonic, monotonic_ns
 from typing import Protocol
 
-from fastserve.config import TextgenOptions
 from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.request import Call, ReplyStream
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text import Ending, Frames, TextModel, TextStream, Token, stream_to, together
+from fastserve.settings import TextgenOptions
 
 EVENTS = b"text/event-stream"
 COMMENT = b": keep-alive\n\n"

@@ -41,10 +41,10 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange, deadline_of
 from fastserve.serving.fast_path import Outcome
-from fastserve.serving.prepared import Described, Memory
+from fastserve.serving.prepared_requests import Described, Memory
+from fastserve.serving.request_templates import FieldSource, MessageTemplate, MessageTemplates
 from fastserve.serving.rpc import answer_rpc, read_in_place
 from fastserve.serving.slow_path import SlowRequest
-from fastserve.serving.templates import FieldSource, MessageTemplate, MessageTemplates
 from fastserve.tensor import DTYPE_BY_CODE, DTYPES, DType, Tensor, count_items, fits_shape
 
 # PredictRequest: of each entry of inputs its TensorProto, and of that the first axis, and its values.

@@ -19,7 +19,7 @@ from itertools import chain
 
 from fastserve.codec.json_text import to_bytes
 from fastserve.engine import RequestCounters, counters_of
-from fastserve.metrics.spread import middle_ns
+from fastserve.metrics.quantiles import middle_ns
 from fastserve.repository.model_config import round_up
 from fastserve.repository.version import Version
 
@@ -168,7 +168,7 @@ POOL = "batch_threads"
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Runs by rows and by rows after filling up; requests by how long they waited (metrics.spread)."""
+    """Runs by rows and by rows after filling up; requests by how long they waited (metrics.quantiles)."""
 
     runs: Counter[tuple[int, int]] = field(default_factory=Counter)
     waits: Counter[int] = field(default_factory=Counter)

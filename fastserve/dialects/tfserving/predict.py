@@ -35,7 +35,7 @@ from fastserve.net.request import Call
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.fast_path import FastPath, Outcome, PathCache, open_path
-from fastserve.serving.prepared import Described, Later, Memory, PreparedRequest, put_bytes
+from fastserve.serving.prepared_requests import Described, Later, Memory, PreparedRequest, put_bytes
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES

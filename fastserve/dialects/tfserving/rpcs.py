@@ -15,9 +15,6 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 
 from fastserve._ext.flatten import unpack_bytes
-from fastserve.config import ModelEntry
-from fastserve.config.fields import convert
-from fastserve.config.tensorflow import check_paths
 from fastserve.dialects.tfserving.classify import (
     EXAMPLES_BYTES,
     WORK,
@@ -49,6 +46,9 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import deadline_of
 from fastserve.serving.rpc import answer_rpc, parse_message, serialize
 from fastserve.serving.slow_path import SlowRequest
+from fastserve.settings import ModelEntry
+from fastserve.settings.fields import convert
+from fastserve.settings.tensorflow import check_paths
 
 MESSAGES = load("tfserving")
 MOST_VALUES = 1 << 19  # examples, features and values of one request: each becomes an object

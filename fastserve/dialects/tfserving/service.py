@@ -14,7 +14,6 @@ from typing import Any
 
 from fastserve._ext.json_reader import PredictReader
 from fastserve.codec.json_text import to_bytes
-from fastserve.config import Limits, TFServingOptions
 from fastserve.dialects.tfserving.errors import error_body
 from fastserve.dialects.tfserving.json_body import MAX_DEPTH
 from fastserve.dialects.tfserving.monitoring import TFServingMonitor
@@ -31,6 +30,7 @@ from fastserve.repository.version import Version
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.fast_path import PerVersion
 from fastserve.serving.slow_path import SlowRequest
+from fastserve.settings import Limits, TFServingOptions
 from fastserve.tensor import DTYPES, DType, Tensor
 
 _LOOKS_LIKE_JSON = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*["}]')

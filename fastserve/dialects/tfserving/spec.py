@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastserve.codec.json_text import target_text
-from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.classify import VERBS, ExamplesEndpoint
 from fastserve.dialects.tfserving.errors import html_page
 from fastserve.dialects.tfserving.metadata import find_versions, write_metadata, write_status
@@ -39,6 +38,7 @@ from fastserve.repository.version import Version, VersionState
 from fastserve.request import Recorded
 from fastserve.serving.dialect import Dialect, DialectSpec, ServingContext, alive_route, is_root
 from fastserve.serving.text.models import card_of
+from fastserve.settings import Settings, TFServingOptions
 
 if TYPE_CHECKING:
     from fastserve.net.grpc import Method

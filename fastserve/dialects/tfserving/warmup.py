@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 from google.protobuf.message import DecodeError
 
 from fastserve.codec.byte_formats import read_records
-from fastserve.config import Settings
-from fastserve.config.confined import open_confined
 from fastserve.dialects.tfserving.classify import plan_results
 from fastserve.dialects.tfserving.examples import feed
 from fastserve.dialects.tfserving.grpc_predict import decode_all, plan_predict, read_sent
@@ -28,6 +26,8 @@ from fastserve.protos import load
 from fastserve.repository.signature import Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Recorded
+from fastserve.settings import Settings
+from fastserve.settings.confined_file import open_confined
 
 FILE = "assets.extra/tf_serving_warmup_requests"
 FILE_BYTES = 1 << 28

@@ -21,7 +21,6 @@ import msgspec
 
 from fastserve.codec.json_text import FreeJSON
 from fastserve.codec.text import Sampling
-from fastserve.config import TextgenOptions
 from fastserve.dialects.text_common.bodies import (
     BOUNDS,
     MOST_FLOAT,
@@ -42,6 +41,7 @@ from fastserve.dialects.text_common.mindie import (
 )
 from fastserve.errors import invalid
 from fastserve.serving.text import Info
+from fastserve.settings import TextgenOptions
 
 PREFIX = "Input validation error: "
 MOST_TOP_TOKENS = 5

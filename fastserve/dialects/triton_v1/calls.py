@@ -34,7 +34,7 @@ from fastserve.protos import load
 from fastserve.protos.text import print_lines
 from fastserve.repository.triton_config.conversion import config_json
 from fastserve.repository.version import Model, Version, VersionState
-from fastserve.serving.client_memory import HANDLE_BYTES
+from fastserve.serving.client_shared_memory import HANDLE_BYTES
 from fastserve.serving.dialect import show_answer
 from fastserve.serving.model_control import must_be_explicit, triton_state
 

@@ -47,11 +47,11 @@ from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.net.request import Call
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.client_memory import LARGE_BYTES, OutputBuffers, Range, hold_files
+from fastserve.serving.client_shared_memory import LARGE_BYTES, OutputBuffers, Range, hold_files
 from fastserve.serving.exchange import RpcExchange
 from fastserve.serving.fast_path import FastPath, Outcome, PathCache, open_path
 from fastserve.serving.model_view import ModelView
-from fastserve.serving.prepared import BoundedDict, Described, Later, Memory, PreparedRequest
+from fastserve.serving.prepared_requests import BoundedDict, Described, Later, Memory, PreparedRequest
 from fastserve.serving.slow_path import BodyTensors, RegionRequest, answer_slowly
 from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES

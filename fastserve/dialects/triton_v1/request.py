@@ -18,13 +18,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve._ext.flatten import walk_bytes
-from fastserve.config.text_proto import TextField, parse_text
 from fastserve.errors import invalid
 from fastserve.protos import load
 from fastserve.protos.text import schema_of
 from fastserve.request import InferRequest, Lent
-from fastserve.serving.client_memory import Range, Regions, check_total
+from fastserve.serving.client_shared_memory import Range, Regions, check_total
 from fastserve.serving.model_view import Dims, ModelView, TensorView
+from fastserve.settings.text_proto import TextField, parse_text
 from fastserve.tensor import DType, Tensor
 
 if TYPE_CHECKING:

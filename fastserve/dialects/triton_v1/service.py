@@ -30,7 +30,7 @@ from fastserve.protos import load
 from fastserve.protos.text import print_line, print_lines, quote
 from fastserve.repository.triton_config.completion import DATA_TYPE
 from fastserve.repository.version import Version
-from fastserve.serving.client_memory import OutputBuffers
+from fastserve.serving.client_shared_memory import OutputBuffers
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.exchange import Exchange, RpcExchange
 from fastserve.serving.fast_path import PerVersion

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from fastserve.config.model_options import EnsembleOptions, EnsembleStep
 from fastserve.engine.batch_queue import version_gone
 from fastserve.engine.counters import BACKEND, CANCELED, OTHER, REJECTED, counters_of
 from fastserve.engine.engine import Engine, Scheduler
@@ -25,6 +24,7 @@ from fastserve.errors import DeadlineError, Kind, ModelError, ServeError, invali
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.settings.model_options import EnsembleOptions, EnsembleStep
 from fastserve.tensor import DType, Tensor, TensorSpec, count_items
 from fastserve.util.offload import cancel_all
 

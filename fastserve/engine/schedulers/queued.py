@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastserve.config.model_options import QueueOptions
 from fastserve.engine.batch_queue import queued_too_long, version_gone
 from fastserve.engine.counters import CANCELED, REJECTED, counters_of
 from fastserve.engine.engine import Engine, Scheduler
@@ -27,6 +26,7 @@ from fastserve.engine.schedulers.sealed_queue import BatchMember, BatchSender, M
 from fastserve.errors import Kind, Reason, ServeError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.settings.model_options import QueueOptions
 
 EXPIRED = "Request timeout expired"
 

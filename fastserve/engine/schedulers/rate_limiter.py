@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fastserve.config.model_options import Needs
 from fastserve.errors import invalid
+from fastserve.settings.model_options import Needs
 
 Resources = Mapping[str, int]
 

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from fastserve.config.model_options import Needs, Options, QueueOptions
 from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Scheduler
@@ -35,6 +34,7 @@ from fastserve.engine.text import TextQueue, TextScheduler
 from fastserve.errors import invalid
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.version import Version
+from fastserve.settings.model_options import Needs, Options, QueueOptions
 from fastserve.workers.arena import Arena
 
 log = logging.getLogger(__name__)

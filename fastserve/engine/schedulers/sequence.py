@@ -33,8 +33,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastserve.config.confined import read_confined
-from fastserve.config.model_options import SequenceControl, SequenceOptions, SequenceStateOptions
 from fastserve.engine.batch_queue import queued_too_long, version_gone
 from fastserve.engine.counters import CANCELED, OTHER, REJECTED, counters_of
 from fastserve.engine.engine import Engine, Scheduler
@@ -51,6 +49,8 @@ from fastserve.errors import (
 )
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.settings.confined_file import read_confined
+from fastserve.settings.model_options import SequenceControl, SequenceOptions, SequenceStateOptions
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 
 STATE_FOLDER = "initial_state"

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from fastserve.config import GrpcOptions, Limits
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions, Scope
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.health import Health, reflection_methods
@@ -14,6 +13,7 @@ from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_me
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.listener import HttpListener
 from fastserve.net.tls import Credentials
+from fastserve.settings import GrpcOptions, Limits
 from fastserve.util.memory_budget import MemoryBudget
 
 ANY = 1 << 62

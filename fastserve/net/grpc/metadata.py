@@ -12,11 +12,11 @@ import binascii
 import re
 from collections.abc import Iterable
 
-from fastserve.config import Limits
 from fastserve.errors import ServeError, malformed_call
 from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate
 from fastserve.net.grpc.method import Metadata
 from fastserve.protos import load
+from fastserve.settings import Limits
 
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_NS = {b"H": 3600 * 10**9, b"M": 60 * 10**9, b"S": 10**9, b"m": 10**6, b"u": 10**3, b"n": 1}

@@ -14,9 +14,9 @@ from hmac import compare_digest
 from time import monotonic_ns
 from typing import Any, Protocol
 
-from fastserve.config import Limits
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.net.access_control import FROM_A_PAGE, Opening, Resources, Restrictions, Scope, Secret
+from fastserve.settings import Limits
 from fastserve.util.offload import Offload
 from fastserve.util.rate_limited_log import RateLimitedLog
 

@@ -23,7 +23,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, cast
 
 from fastserve.errors import ServeError
-from fastserve.net.guard import Peered, guarded
+from fastserve.net.callback_guard import Peered, guarded
 from fastserve.net.half_closed import HalfClosedTransport
 from fastserve.net.http1.large_bodies import (
     BULK_BYTES,

@@ -30,7 +30,7 @@ from termios import FIONREAD
 from typing import Protocol, cast
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
-from fastserve.net.guard import guarded
+from fastserve.net.callback_guard import guarded
 from fastserve.net.request import Call
 
 _NUMBER = bytes(4)  # what FIONREAD answers

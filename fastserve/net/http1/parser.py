@@ -12,9 +12,9 @@ import re
 
 import httptools
 
-from fastserve.config import Limits
 from fastserve.net.limits import UnknownMethod, WireFault, bad_request, is_tls, over_limit, stray_tls
 from fastserve.net.request import CHUNKED, CLOSE, KEEP_1_0, LENGTH, RequestHead
+from fastserve.settings import Limits
 
 METHODS = frozenset((b"GET", b"POST", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"))
 TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")

@@ -28,7 +28,7 @@ from fastserve._ext.hpack import Fault, HpackDecoder, HpackFault
 from fastserve._ext.http2_frames import DATA, HEADERS, PLACED, FrameReader, frame
 from fastserve._ext.http2_path import Http2Path
 from fastserve.errors import ServeError
-from fastserve.net.guard import Peered, guarded
+from fastserve.net.callback_guard import Peered, guarded
 from fastserve.net.half_closed import HalfClosedTransport
 from fastserve.net.http2 import glitches, settings
 from fastserve.net.http2.flow_control import Sending, WindowTuner
@@ -72,10 +72,10 @@ from fastserve.util.rate_limited_log import run_all
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from fastserve.config import Limits
     from fastserve.net.http2.exchange import Http2Shared
     from fastserve.net.http2.stream import Piece
     from fastserve.net.listener_state import ListenerState
+    from fastserve.settings import Limits
 
 WHOLE = TRANSITIONS[StreamState.IDLE, StreamTransition.WHOLE]
 OPENED = TRANSITIONS[StreamState.IDLE, StreamTransition.HEADERS]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
 from fastserve.errors import ServeError, detach
-from fastserve.net.guard import Guarded, report
+from fastserve.net.callback_guard import Guarded, report
 from fastserve.net.http1.large_bodies import BULK_BYTES, CLAIMED_BYTES, SIP_BYTES
 from fastserve.net.http2.headers import CONTINUE, Fields, read_head, write_fields
 from fastserve.net.http2.stream import ErrorCode, Http2Stream, Piece, ServiceFinder, StreamState

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from email.utils import formatdate
 
 from fastserve._ext.hpack import static_block
-from fastserve.config import Limits
 from fastserve.net.http1.parser import METHODS, REQUEST_ID, TOKEN, is_authority, read_number
 from fastserve.net.http2.stream import malformed
 from fastserve.net.limits import UnknownMethod, WireFault, bad_request, over_limit
 from fastserve.net.request import CHUNKED, RequestHead, check_header
+from fastserve.settings import Limits
 
 Fields = list[tuple[bytes, bytes]]
 # RFC 9113 8.2.1: a name is lower case; a value has no NUL, CR or LF and no space at its ends.

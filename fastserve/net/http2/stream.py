@@ -30,10 +30,10 @@ from fastserve.net.limits import DrainRate
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from fastserve.config import Limits
     from fastserve.errors import ServeError
     from fastserve.net.limits import WireFault
     from fastserve.net.request import CallListener, RequestHead
+    from fastserve.settings import Limits
 
 
 class ErrorCode(IntEnum):

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from fastserve.config.settings import PASSWORD_VARIABLE, TlsOptions, names_file
 from fastserve.errors import ConfigError
+from fastserve.settings.server_settings import PASSWORD_VARIABLE, TlsOptions, names_file
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _VERSION, _UTC_TIME = 0xA0, 0x17  # tags

@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, cast
 
 from fastserve._ext.http2_frames import GOAWAY, frame
-from fastserve.net.guard import guarded
+from fastserve.net.callback_guard import guarded
 from fastserve.net.http2.settings import PREFACE
 from fastserve.net.http2.stream import ErrorCode
 from fastserve.net.limits import JSON, LINGER_S, Verdict, error_body, is_tls

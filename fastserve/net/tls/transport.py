@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from operator import methodcaller
 from typing import Any, Protocol, cast
 
-from fastserve.config.settings import TlsOptions
-from fastserve.net.guard import SUBJECT, Guard, guarded, report
+from fastserve.net.callback_guard import SUBJECT, Guard, guarded, report
 from fastserve.net.tls.credentials import Credentials, subject_of
+from fastserve.settings.server_settings import TlsOptions
 from fastserve.util.rate_limited_log import run_all
 
 # A buffer of OpenSSL's that once held a read, or what one became, keeps its size: 64 KiB each way.

@@ -18,24 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.backends.registry import BY_TRITON_NAME, find_backend
-from fastserve.config import DEFAULT_POLICY, PolicyChoice, VersionPolicy, convert
-from fastserve.config.model_options import (
-    EnsembleOptions,
-    EnsembleStep,
-    MadeInput,
-    Needs,
-    Options,
-    QueueOptions,
-    QueuePolicy,
-    Reshape,
-    Scatter,
-    SequenceControl,
-    SequenceOptions,
-    SequenceStateOptions,
-    SessionOptions,
-)
-from fastserve.config.text_proto import parse_text
-from fastserve.config.yaml_text import read_text
 from fastserve.devices.inventory import MACHINE
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, TensorConfig, WarmupSample, with_places
@@ -73,6 +55,24 @@ from fastserve.repository.triton_config.validation import (
     instances_of,
     refusals,
 )
+from fastserve.settings import DEFAULT_POLICY, PolicyChoice, VersionPolicy, convert
+from fastserve.settings.model_options import (
+    EnsembleOptions,
+    EnsembleStep,
+    MadeInput,
+    Needs,
+    Options,
+    QueueOptions,
+    QueuePolicy,
+    Reshape,
+    Scatter,
+    SequenceControl,
+    SequenceOptions,
+    SequenceStateOptions,
+    SessionOptions,
+)
+from fastserve.settings.text_proto import parse_text
+from fastserve.settings.yaml_text import read_text
 from fastserve.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 
 from fastserve.codec.json_text import Bounds, DocumentFault, FreeJSON
-from fastserve.config.fields import cut_key, fault_text, hint
-from fastserve.config.text_proto import TextField, as_single
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import cut_key, fault_text, hint
+from fastserve.settings.text_proto import TextField, as_single
 
 try:
     from fastserve.protos.model_config import *  # noqa: F403

@@ -16,8 +16,6 @@ from typing import Any
 import msgspec
 
 from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME
-from fastserve.config.confined import is_inner_path
-from fastserve.config.fields import fault_text
 from fastserve.devices.inventory import MACHINE
 from fastserve.errors import ConfigError
 from fastserve.repository.placement import DTYPES
@@ -33,6 +31,8 @@ from fastserve.repository.triton_config.messages import (
     ModelSequenceBatchingControl,
     TritonConfig,
 )
+from fastserve.settings.confined_file import is_inner_path
+from fastserve.settings.fields import fault_text
 
 MOST_WARMUPS = 1000
 

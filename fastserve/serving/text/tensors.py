@@ -18,12 +18,12 @@ from msgspec import Meta
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
 from fastserve.codec.json_text import DocumentFault, FreeJSON
 from fastserve.codec.text import Sampling
-from fastserve.config.fields import convert
 from fastserve.errors import ConfigError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.text.models import TextModels
 from fastserve.serving.text.request import MOST_CHARACTERS, MOST_STOP_IDS, TextAsk
+from fastserve.settings.fields import convert
 from fastserve.tensor import DTYPES, Tensor
 
 BYTES = DTYPES["bytes"]

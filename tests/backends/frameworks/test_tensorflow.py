@@ -22,12 +22,12 @@ import pytest
 import yaml
 
 from fastserve.backends import create
-from fastserve.config import Settings
 from fastserve.dialects.tfserving.warmup import FILE
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.protos import load as load_protos
 from fastserve.repository.model_config import config_json, parse_model_config
 from fastserve.server.server import dry_run
+from fastserve.settings import Settings
 from tests.dialects.tfserving.test_warmup import framed
 from tests.running import Running
 

@@ -11,8 +11,8 @@ import pytest
 from fastserve.backends.llm.embedding import MOST_TOKENS, EmbedEngine
 from fastserve.backends.llm.protocols import TextRequest
 from fastserve.codec.text import Finish, Info, TextNote
-from fastserve.config.text_options import TextOptions
 from fastserve.errors import Kind, ServeError
+from fastserve.settings.text_options import TextOptions
 from tests.backends.llm.outs import Heard
 
 BAD = 13

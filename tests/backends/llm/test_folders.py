@@ -15,8 +15,8 @@ from fastserve.backends.llm import kv_cache
 from fastserve.backends.llm.backend import TransformersBackend
 from fastserve.backends.llm.kv_cache import CacheSize, find_cache_size, row_bytes
 from fastserve.codec.text import Finish
-from fastserve.config.text_options import TextOptions
 from fastserve.errors import ConfigError, ServeError
+from fastserve.settings.text_options import TextOptions
 from tests.backends.llm.folders import EOS, LENGTH, VOCAB, generate, save_model
 from tests.backends.llm.outs import ask, run
 

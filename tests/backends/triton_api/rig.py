@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from fastserve.config import convert
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.engine import Engine, scheduler_of
 from fastserve.engine.loader import VersionLoader
@@ -25,6 +24,7 @@ from fastserve.repository.triton_config.conversion import options_of
 from fastserve.repository.triton_config.messages import TritonConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
+from fastserve.settings import convert
 from fastserve.tensor import DTYPES, Tensor
 from fastserve.workers.arrays import BYTES, as_tensor, view_tensor
 

@@ -22,9 +22,9 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from fastserve.config import Listener, Settings, TextgenOptions
 from fastserve.metrics import names
 from fastserve.server import Server
+from fastserve.settings import Listener, Settings, TextgenOptions
 from tests.conformance.text.apis import FULL, MODEL, TEXT, VECTOR, Api, Reply
 from tests.conformance.text.lines import Line, open_line
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import uvloop
 
-from fastserve.config import GrpsOptions, Listener, Settings
-from fastserve.config.grps import grps_overrides
-from fastserve.config.settings import load_settings
 from fastserve.protos import load
 from fastserve.repository.grps_config import read_deployment
 from fastserve.server import Server
+from fastserve.settings import GrpsOptions, Listener, Settings
+from fastserve.settings.grps import grps_overrides
+from fastserve.settings.server_settings import load_settings
 from tests.running import until
 
 uvloop.run(asyncio.sleep(0))  # libuv opens a pipe with the process's first loop, for good

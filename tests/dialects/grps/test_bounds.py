@@ -12,7 +12,6 @@ import pytest
 from fastserve._ext.number_fields import INT32, INT64, cut_numbers
 from fastserve._ext.proto_wire import WireFault
 from fastserve.codec.byte_formats import head_of, write_varint
-from fastserve.config import GrpsOptions
 from fastserve.dialects.grps import messages
 from fastserve.dialects.grps.json_messages import MOST_TENSORS, read_json
 from fastserve.dialects.grps.messages import (
@@ -27,6 +26,7 @@ from fastserve.dialects.grps.messages import (
 )
 from fastserve.errors import ServeError
 from fastserve.protos import load
+from fastserve.settings import GrpsOptions
 
 MOST_KEYS, LONGEST_KEY = 16384, 1 << 20
 STATUS = head_of(1, 2) + b"\x08\x05"

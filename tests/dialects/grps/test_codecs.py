@@ -18,7 +18,7 @@ from fastserve.dialects.grps.rpcs import SCHEME, GrpsPredictRpc
 from fastserve.protos import load
 from fastserve.repository.catalog import VersionListeners
 from fastserve.request import InferRequest
-from fastserve.serving import templates
+from fastserve.serving import request_templates
 from fastserve.tensor import DTYPES, Tensor
 
 UNKNOWN = write_varint(15 << 3 | 2) + b"\x02\x0b\x0c"  # a field nobody knows, which is no message
@@ -57,7 +57,7 @@ def test_what_is_kept_of_a_message_is_bounded(
     more: int, learned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[object] = []
-    monkeypatch.setattr(templates, "open_path", lambda version, *_: opened.append(version))
+    monkeypatch.setattr(request_templates, "open_path", lambda version, *_: opened.append(version))
     service: Any = SimpleNamespace(
         keepers=VersionListeners(SimpleNamespace(on_change=[])), traffic=None, answered=None, offload=None
     )

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import yaml
 
-from fastserve.config.grps import grps_overrides, read_server_file
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.grps_config import read_deployment
 from fastserve.repository.layout import Layout
+from fastserve.settings.grps import grps_overrides, read_server_file
 from tests.backends import models as onnx_models
 from tests.dialects.grps import deployments
 from tests.dialects.grps.deployments import DYNAMIC, echo_model

@@ -12,10 +12,10 @@ import grpc.aio
 import pytest
 import uvloop
 
-from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.engine.engine import scheduler_of
 from fastserve.protos import load
 from fastserve.server import Server
+from fastserve.settings import AdminOptions, Listener, Settings
 from tests.server.rig import Served, write_model
 
 V2 = load("kserve_v2")

@@ -22,9 +22,9 @@ import grpc.aio
 from google.protobuf import text_format
 
 from fastserve import __version__
-from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
+from fastserve.settings import AdminOptions, Listener, Settings
 from tests.dialects.kserve.models import write_probe_models
 from tests.dialects.kserve.scenarios import play
 from tests.server.rig import Served

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from fastserve.config import GrpcOptions
+from fastserve.settings import GrpcOptions
 from tests.dialects.kserve.grpc_rig import SERVICE, V2, GrpcServed, Shared, numbers, refused, serving
 from tests.ext.wire_strategies import field, varint
 from tests.server.rig import HOLD, WAIT_S, release, run, seen, write_model

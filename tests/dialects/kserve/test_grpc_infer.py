@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from fastserve.serving.templates import MessageTemplates
+from fastserve.serving.request_templates import MessageTemplates
 from tests.dialects.kserve.grpc_rig import SERVICE, V2, GrpcServed, first_numbers, numbers, serving
 from tests.dialects.kserve.test_http_infer import MODELS, write_models
 from tests.ext.wire_strategies import field

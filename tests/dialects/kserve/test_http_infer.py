@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import Listener, Settings
 from fastserve.dialects.kserve.http_infer import HttpTemplates
 from fastserve.server import Server
-from fastserve.serving import templates
+from fastserve.serving import request_templates
+from fastserve.settings import Listener, Settings
 from tests.dialects.kserve.client_models import write_native, write_sums, write_triton
 from tests.server.rig import HOLD, run, seen, write_model
 
@@ -251,7 +251,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_both_paths_answer_alike(
     model: str, tmp_path: Path, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "MOST_UNUSED", 1000)  # every one is learned
+    monkeypatch.setattr(request_templates, "MOST_UNUSED", 1000)  # every one is learned
     maker, path = Maker(model, seed=7), f"/v2/models/{model}/infer"
     keys = [f"fastserve-paths-{os.getpid()}-{side}" for side in ("in", "out")]
 

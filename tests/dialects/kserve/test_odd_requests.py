@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from google.protobuf import text_format
 
-from fastserve.config import AdminOptions
+from fastserve.settings import AdminOptions
 from tests.dialects.kserve.models import EACH, ONE, SAME, config, put, write_probe_models
 from tests.dialects.kserve.replay import V2
 from tests.dialects.kserve.test_options import Asked, serving

@@ -17,11 +17,11 @@ from unittest.mock import AsyncMock
 import grpc.aio
 import pytest
 
-from fastserve.config import AdminOptions, Listener, Settings, TritonOptions
 from fastserve.protos import load
 from fastserve.request import InferRequest, InferResponse, Lent
 from fastserve.server import Server
 from fastserve.serving.traces import RequestTrace
+from fastserve.settings import AdminOptions, Listener, Settings, TritonOptions
 from fastserve.tensor import DTYPES, Tensor
 from fastserve.util.logs import setup_logs
 from tests.dialects.kserve.models import EACH, SHOW_PARAMETERS, config, put, tensors

@@ -15,7 +15,7 @@ from fastserve._ext.infer_reply import write_items
 from fastserve.dialects.kserve.inference import check_strings
 from fastserve.dialects.kserve.request import read_body, read_header
 from fastserve.errors import ServeError
-from fastserve.serving.client_memory import Range
+from fastserve.serving.client_shared_memory import Range
 from fastserve.tensor import DTYPES
 
 

@@ -10,8 +10,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.server import Server
+from fastserve.settings import AdminOptions, Listener, Settings
 from tests.dialects.kserve.replay import exchange
 from tests.server.rig import run, write_model
 

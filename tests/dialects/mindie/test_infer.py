@@ -360,7 +360,7 @@ def test_the_prompt_of_a_list_are_its_texts() -> None:
 
 def test_which_model_answers() -> None:
     hello, sample = RIGS["llm-eos"].engine(), RIGS["llm-seed1"].engine()
-    from fastserve.config import TextgenOptions
+    from fastserve.settings import TextgenOptions
 
     with Local({"a": hello, "b": sample}, TextgenOptions(default_model="b"), 0.0) as at:
         assert at.infer().json == {"generated_text": SAMPLE_TEXT}

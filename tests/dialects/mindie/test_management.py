@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastserve.config import TextgenOptions
+from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.rigs import RIGS
 from tests.dialects.text_common.serving import Local, hosted, local, served
 from tests.running import until

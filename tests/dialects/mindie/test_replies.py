@@ -8,11 +8,11 @@ import pytest
 
 from fastserve._ext.text_tokens import Token
 from fastserve.codec.text import Finish
-from fastserve.config import TextgenOptions
 from fastserve.dialects.mindie.generation import FINISH_REASON, EventWriter, details_of
 from fastserve.dialects.openai.responses import AnswerEncoder, ChatWriter, CompletionWriter
 from fastserve.dialects.openai.vllm import VllmWriter
 from fastserve.serving.text import Ending
+from fastserve.settings import TextgenOptions
 
 THREE = [Token(5, "a", 0, 1500), Token(6, "b", 1, 2500), Token(7, "c", 2, 3500, finish=Finish.LENGTH)]
 WHOLE = Ending(Finish.LENGTH, "abc", [5, 6, 7])

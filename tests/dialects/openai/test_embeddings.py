@@ -22,8 +22,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from fastserve.config import TextgenOptions
 from fastserve.engine.engine import scheduler_of
+from fastserve.settings import TextgenOptions
 from tests.backends.llm.folders import save_model
 from tests.backends.llm.test_vectors import expected, save_encoder
 from tests.dialects.text_common.serving import Hosted

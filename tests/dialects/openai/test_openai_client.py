@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fastserve.codec.text import Info
-from fastserve.config import TextgenOptions
 from fastserve.dialects.tfserving.spec import SPEC as TFSERVING
 from fastserve.net.router import Router
+from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.likely import FIRST, Likely
 from tests.dialects.text_common.rigs import HELLO
 from tests.dialects.text_common.serving import Local

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import TextgenOptions
 from fastserve.dialects.openai.requests import (
     IGNORED,
     NEUTRAL,
@@ -19,6 +18,7 @@ from fastserve.dialects.openai.requests import (
     refused_keys,
     taken_keys,
 )
+from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.rigs import HELLO
 from tests.dialects.text_common.serving import Local, Reply
 from tests.late import Late

@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from fastserve.backends.llm.protocols import TextEngine
-from fastserve.config import Listener, Settings, TextgenOptions
 from fastserve.dialects.textgen import Textgen
 from fastserve.server import Server
 from fastserve.serving.dialect import DialectSpec
+from fastserve.settings import Listener, Settings, TextgenOptions
 from tests.dialects.grps.rig import Deployed
 from tests.text_rig import LocalEngine, listening
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from fastserve.codec.text import Info
-from fastserve.config import TextgenOptions
 from fastserve.serving.text.tokenizer import _BYTE_OF
+from fastserve.settings import TextgenOptions
 from tests.conformance.text.apis import APIS, Api, Reply
 from tests.dialects.text_common.serving import Local
 from tests.serving.text.tokenizers_of import byte_level, save

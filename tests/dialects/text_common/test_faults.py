@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import TextgenOptions
 from fastserve.dialects.mindie import generation
 from fastserve.metrics import names
+from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.serving import Asking, Hosted, Reply
 from tests.running import until
 

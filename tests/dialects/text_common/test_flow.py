@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fastserve.codec.text import Info, Record
-from fastserve.config import TextgenOptions
 from fastserve.serving.text import TextStream
+from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.serving import Local
 from tests.text_rig import Scripted
 

@@ -19,10 +19,10 @@ import h2.events
 import h2.settings
 import pytest
 
-from fastserve.config import Listener, TextgenOptions
 from fastserve.engine.engine import scheduler_of
 from fastserve.engine.text import TextScheduler
 from fastserve.protos import load
+from fastserve.settings import Listener, TextgenOptions
 from tests.dialects.text_common.serving import Hosted
 from tests.running import until
 

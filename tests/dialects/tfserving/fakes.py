@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving.spec import TFServing
 from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
@@ -20,6 +19,7 @@ from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import ServingContext
+from fastserve.settings import Settings, TFServingOptions
 from fastserve.tensor import DTYPES, Tensor
 from fastserve.util.memory_budget import Claim, MemoryBudget
 

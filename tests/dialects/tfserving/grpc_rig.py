@@ -12,10 +12,10 @@ from typing import Any
 import grpc.aio
 import yaml
 
-from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.demo import demo_repository
 from fastserve.protos import load
 from fastserve.server import Server
+from fastserve.settings import AdminOptions, Listener, Settings
 from tests.server.rig import Served
 
 TFS = load("tfserving")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.config import Limits, TFServingOptions
 from fastserve.dialects.tfserving import classify, predict
 from fastserve.dialects.tfserving.service import RowReader
 from fastserve.dialects.tfserving.spec import TFServing
@@ -19,6 +18,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest, InferResponse
+from fastserve.settings import Limits, TFServingOptions
 from fastserve.tensor import DTYPES
 from tests.dialects.tfserving.fakes import (
     HALF_PLUS_TWO,

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from fastserve.config import AdminOptions, TFServingOptions
+from fastserve.settings import AdminOptions, TFServingOptions
 from tests.dialects.tfserving.grpc_rig import (
     MODELS,
     PREDICTION,

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 import yaml
 
-from fastserve.serving.templates import MessageTemplates
+from fastserve.serving.request_templates import MessageTemplates
 from tests.dialects.tfserving.grpc_rig import PREDICTION, TFS, TfsServed, fill, serving, status_of
 from tests.ext.wire_strategies import field
 from tests.server.rig import HOLD, KILL, release, run, seen, write_model

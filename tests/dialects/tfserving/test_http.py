@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from fastserve.config import Limits
 from fastserve.net.listener import HttpListener
+from fastserve.settings import Limits
 from tests.dialects.tfserving.fakes import dialect_of, standard_engine
 from tests.dialects.tfserving.vectors import Vector, body_of, each
 

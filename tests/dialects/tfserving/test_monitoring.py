@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fastserve.config import ModelEntry, TFServingOptions
+from fastserve.settings import ModelEntry, TFServingOptions
 from tests.dialects.tfserving.grpc_rig import PREDICTION, TfsServed, rows_of, serving
 from tests.dialects.tfserving.test_warmup import both, classify, logs, predict, write
 from tests.server.rig import run, write_model

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from fastserve.codec.byte_formats import masked, read_records
-from fastserve.config import Settings, TFServingOptions
 from fastserve.dialects.tfserving import warmup
 from fastserve.dialects.tfserving.warmup import FILE
 from fastserve.errors import Kind, ServeError
 from fastserve.server.server import dry_run
+from fastserve.settings import Settings, TFServingOptions
 from tests.dialects.tfserving.grpc_rig import TFS, fill, serving
 from tests.server.rig import run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastserve.codec.text import Info
-from fastserve.config import TextgenOptions
+from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.likely import Likely
 from tests.dialects.text_common.rigs import HELLO, RIGS
 from tests.dialects.text_common.serving import Local, served

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import TextgenOptions
+from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.likely import FIRST, Likely
 from tests.dialects.text_common.rigs import HELLO
 from tests.dialects.text_common.serving import Local

@@ -18,9 +18,9 @@ import grpc.aio
 import yaml
 from google.protobuf import text_format
 
-from fastserve.config import Listener, Settings
 from fastserve.protos import load
 from fastserve.server import Server
+from fastserve.settings import Listener, Settings
 from tests.dialects.triton_v1 import models
 from tests.server.rig import WAIT_S, Served
 

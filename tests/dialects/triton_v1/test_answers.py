@@ -18,7 +18,7 @@ from fastserve.protos import load
 from fastserve.protos.text import print_float, print_line, print_lines
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version
-from fastserve.serving.client_memory import Range
+from fastserve.serving.client_shared_memory import Range
 from fastserve.serving.model_view import Class
 from fastserve.serving.slow_path import BodyTensors
 

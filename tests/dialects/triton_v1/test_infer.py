@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import LogOptions
 from fastserve.engine.engine import scheduler_of
 from fastserve.errors import Kind, ServeError
+from fastserve.settings import LogOptions
 from tests.dialects.triton_v1 import models
 from tests.dialects.triton_v1.rig import Result, Rig, make_request, rig, write_dense
 from tests.server.rig import run

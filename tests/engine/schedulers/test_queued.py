@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.config.model_options import QueueOptions, QueuePolicy
 from fastserve.engine.schedulers.queued import (
     AdmissionQueue,
     BatchForming,
@@ -19,6 +18,7 @@ from fastserve.engine.schedulers.queued import (
 )
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.request import InferRequest
+from fastserve.settings.model_options import QueueOptions, QueuePolicy
 from tests.engine.fakes import Hand, House, array, ints, io, run
 
 EVENTS = st.lists(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.config.model_options import Needs
 from fastserve.engine.schedulers.rate_limiter import RateLimiter, needs_of, read_pools
 from fastserve.errors import ServeError
+from fastserve.settings.model_options import Needs
 from tests.engine.fakes import run
 from tests.engine.schedulers.test_queued import Stage
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastserve.config import convert
 from fastserve.engine.schedulers.sequence import (
     LOST,
     SEQUENCE_DIED,
@@ -24,6 +23,7 @@ from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.triton_config.conversion import options_of
 from fastserve.repository.triton_config.messages import TritonConfig
 from fastserve.request import InferRequest
+from fastserve.settings import convert
 from fastserve.tensor import DTYPES, Tensor
 from tests.engine.fakes import Hand, House, array, ints, io, run
 

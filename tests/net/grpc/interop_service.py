@@ -12,10 +12,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.net.grpc import GrpcListener, Method, Rpc
 from fastserve.net.tls import Credentials
+from fastserve.settings import GrpcOptions
 
 SERVICE = "/grpc.testing.TestService/"
 ECHO_INITIAL, ECHO_TRAILING = "x-grpc-test-echo-initial", "x-grpc-test-echo-trailing-bin"

@@ -16,8 +16,8 @@ import h2.connection
 import h2.events
 import msgspec
 
-from fastserve.config import GrpcOptions
 from fastserve.net.grpc import GrpcListener, Method
+from fastserve.settings import GrpcOptions
 from tests.net.grpc.test_methods import METHODS
 from tests.net.kit import WAIT_S
 

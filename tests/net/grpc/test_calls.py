@@ -507,7 +507,7 @@ def test_serving_needs_no_grpcio() -> None:
     code = """
 import asyncio, sys
 sys.modules["grpc"] = sys.modules["grpc_health"] = sys.modules["grpc_reflection"] = None  # imports fail
-from fastserve.config import GrpcOptions
+from fastserve.settings import GrpcOptions
 from fastserve.net.grpc import GrpcListener
 async def main():
     listener = GrpcListener("127.0.0.1", 0, [], GrpcOptions())

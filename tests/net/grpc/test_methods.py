@@ -21,9 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 
-from fastserve.config import GrpcOptions
 from fastserve.errors import Kind, ServeError
 from fastserve.net.grpc import GrpcListener, Method, Rpc
+from fastserve.settings import GrpcOptions
 from tests.net.kit import WAIT_S, until
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe

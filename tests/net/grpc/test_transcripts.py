@@ -11,11 +11,11 @@ from hpack import Decoder, Encoder
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 from fastserve._ext.http2_frames import frame
-from fastserve.config import Limits
 from fastserve.net.access_control import Opening
 from fastserve.net.grpc import GrpcExchange, Method
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.method import RpcTerms
+from fastserve.settings import Limits
 from tests.net.grpc import peer
 from tests.net.grpc.test_calls import squeeze, squeeze_all
 from tests.net.grpc.test_methods import METHODS, echo, run

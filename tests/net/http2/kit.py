@@ -13,9 +13,9 @@ import h2.events
 from hpack import Encoder
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, SettingsFrame
 
-from fastserve.config import Limits
 from fastserve.net import Endpoint
 from fastserve.net.http2.connection import Http2Connection
+from fastserve.settings import Limits
 from tests.net.kit import Pipe
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

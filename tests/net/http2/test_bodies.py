@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hyperframe.frame import GoAwayFrame, SettingsFrame, WindowUpdateFrame
 
-from fastserve.config import Limits
 from fastserve.net.http1.large_bodies import BULK_BYTES
 from fastserve.net.http2.connection import LOW_WINDOW
 from fastserve.net.http2.exchange import StreamBody
 from fastserve.net.http2.settings import CONNECTION_WINDOW
 from fastserve.net.request import Call
+from fastserve.settings import Limits
 from tests.net.http2.kit import POST, Raw
 
 LARGE = bytes(range(251)) * 1000

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from fastserve.config.settings import TlsOptions
 from fastserve.net import Endpoint, HttpListener
 from fastserve.net.tls import Credentials
+from fastserve.settings.server_settings import TlsOptions
 from tests import certificates
 from tests.net import kit
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from fastserve.config.settings import TlsOptions
 from fastserve.errors import ConfigError
 from fastserve.net import Call, HttpListener
 from fastserve.net.tls import Credentials
+from fastserve.settings.server_settings import TlsOptions
 from tests.certificates import issue, root_file, trusting
 from tests.net.kit import run, until
 from tests.net.tls.kit import client, serving

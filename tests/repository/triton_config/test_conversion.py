@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import PolicyChoice
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_config.completion import complete
 from fastserve.repository.triton_config.conversion import (
@@ -20,6 +19,7 @@ from fastserve.repository.triton_config.conversion import (
     triton_view,
 )
 from fastserve.repository.triton_config.messages import to_json
+from fastserve.settings import PolicyChoice
 from fastserve.tensor import DTYPES, TensorSpec
 
 VECTORS = Path(__file__).resolve().parents[2] / "vectors" / "triton_config.jsonl"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import convert
-from fastserve.config.text_proto import TextField
 from fastserve.devices.inventory import MACHINE, VisibleDevice
 from fastserve.repository.triton_config.completion import fill_defaults
 from fastserve.repository.triton_config.messages import TritonConfig, config_schema
 from fastserve.repository.triton_config.validation import ignored_fields, refusals
+from fastserve.settings import convert
+from fastserve.settings.text_proto import TextField
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "moving-from-triton.md"
 STATES = ("works", "mapped", "partly", "idle", "refused")

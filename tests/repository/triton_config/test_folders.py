@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config import PolicyChoice, RepositorySettings
 from fastserve.repository.check import explain
 from fastserve.repository.layout import Layout, ModelFolder
 from fastserve.repository.version import VersionState
+from fastserve.settings import PolicyChoice, RepositorySettings
 from tests.repository.folders import Stage, write_config, write_version
 
 TENSORS = """

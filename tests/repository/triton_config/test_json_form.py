@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import ParseDict
 
-from fastserve.config import convert
-from fastserve.config.text_proto import TextField
 from fastserve.protos import load
 from fastserve.repository.triton_config.messages import TritonConfig, config_schema, to_json
+from fastserve.settings import convert
+from fastserve.settings.text_proto import TextField
 
 RECORDED = Path(__file__).parents[2] / "vectors" / "triton_config_forms.jsonl"
 SCALARS: dict[str, Any] = {"string": "x", "bool": True, "float": 0.5, "double": 0.25}

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config.model_options import (
+from fastserve.errors import ConfigError
+from fastserve.repository.model_config import config_json
+from fastserve.repository.triton_config.conversion import amend, parse_triton_text, to_model_config
+from fastserve.settings.model_options import (
     EnsembleStep,
     MadeInput,
     Needs,
@@ -20,9 +23,6 @@ from fastserve.config.model_options import (
     SessionOptions,
     read_options,
 )
-from fastserve.errors import ConfigError
-from fastserve.repository.model_config import config_json
-from fastserve.repository.triton_config.conversion import amend, parse_triton_text, to_model_config
 
 TENSORS = """
 input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }

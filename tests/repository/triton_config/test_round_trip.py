@@ -13,8 +13,6 @@ from google.protobuf import json_format, text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.config import convert
-from fastserve.config.text_proto import TextField, parse_text
 from fastserve.errors import ConfigError
 from fastserve.protos import load
 from fastserve.repository.triton_config.completion import fill_defaults
@@ -26,6 +24,8 @@ from fastserve.repository.triton_config.messages import (
     plain_from_json,
     to_json,
 )
+from fastserve.settings import convert
+from fastserve.settings.text_proto import TextField, parse_text
 from tests.effort import examples
 
 ROOT = load("kserve_v2").ModelConfig  # made from the same tables, and apart from these structs

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from fastserve.config.settings import TlsOptions
 from fastserve.net.tls import Credentials
 from fastserve.server.front import CertificateWatch
+from fastserve.settings.server_settings import TlsOptions
 
 
 class Failing(Credentials):

@@ -14,12 +14,12 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
-from fastserve.config import Listener, Settings
 from fastserve.errors import ConfigError
 from fastserve.net.access_control import Scope
 from fastserve.server import Server
 from fastserve.server.dialect_selection import choose_grpc, choose_http, find_specs
 from fastserve.serving.dialect import Dialect, DialectSpec, ListenerPolicy, NoOptions
+from fastserve.settings import Listener, Settings
 from tests.server.rig import Client, run, write_model
 
 FREE = "127.0.0.1:0"

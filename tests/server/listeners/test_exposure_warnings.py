@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import AdminOptions, Listener, Settings
 from fastserve.server import dialect_selection
 from fastserve.server.dialect_selection import is_public, list_exposures
+from fastserve.settings import AdminOptions, Listener, Settings
 from tests.server.rig import run, serving, write_model
 
 

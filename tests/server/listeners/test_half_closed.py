@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from fastserve.config import Listener
+from fastserve.settings import Listener
 from tests.server.rig import HOLD, WAIT_S, release, run, seen, serving, write_model
 
 EVERY = (Listener("127.0.0.1:0", dialects=("tfserving", "kserve_v2", "triton_v1", "grps")),)

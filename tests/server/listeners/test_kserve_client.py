@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import Listener
-from fastserve.config.tensorflow import tensorflow_overrides as tensorflow_settings
-from fastserve.config.tritonserver import triton_overrides as triton_settings
+from fastserve.settings import Listener
+from fastserve.settings.tensorflow import tensorflow_overrides as tensorflow_settings
+from fastserve.settings.tritonserver import triton_overrides as triton_settings
 from tests.server.rig import Served, run, serving, write_model
 
 

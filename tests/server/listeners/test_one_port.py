@@ -14,7 +14,7 @@ import grpc
 import httpx
 import pytest
 
-from fastserve.config import Listener, Settings, load_settings
+from fastserve.settings import Listener, Settings, load_settings
 from tests.running import QUICK_DEMO, Running, free_port
 
 PREDICT = "/v1/models/half_plus_two:predict"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import grpc.aio
 
-from fastserve.config import GrpsOptions, Listener, Settings, TFServingOptions, TritonOptions
 from fastserve.dialects import SPECS
 from fastserve.net.access_control import Resource, resources_of
 from fastserve.server import Server
 from fastserve.server.dialect_selection import list_exposures, list_half_restricted
+from fastserve.settings import GrpsOptions, Listener, Settings, TFServingOptions, TritonOptions
 from tests.dialects.test_specs import targets
 from tests.server.rig import run, write_model
 

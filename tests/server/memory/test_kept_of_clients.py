@@ -12,13 +12,13 @@ from typing import Any
 import grpc.aio
 import httpx
 
-from fastserve.config import Listener
 from fastserve.net.grpc.calls import GrpcCall as GrpcCall
 from fastserve.net.http1.connection import Http1Connection
 from fastserve.net.http2.connection import Http2Connection
 from fastserve.net.http2.flow_control import Sending
 from fastserve.net.http2.stream import Http2Stream
 from fastserve.net.request import Call
+from fastserve.settings import Listener
 from tests.server.rig import run, serving, write_model
 
 OF_CLIENTS = (Http1Connection, Http2Connection, Sending, Http2Stream, Call, GrpcCall)

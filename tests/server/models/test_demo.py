@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastserve.config import Listener, Settings
 from fastserve.server.banner import demo_requests
+from fastserve.settings import Listener, Settings
 from tests.server.rig import Client, run, serving
 
 HELD_OUT = json.loads((Path(__file__).parents[2] / "vectors" / "digits_test.json").read_text())

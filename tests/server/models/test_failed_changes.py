@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from fastserve.cli.models import models
-from fastserve.config import Listener
 from fastserve.protos import load
+from fastserve.settings import Listener
 from fastserve.workers import liveness
 from tests.server.processes.test_fronts import connect_to_each
 from tests.server.processes.test_silent import BRISK

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config import ModelEntry, TFServingOptions
 from fastserve.server.server import ModelsFile
+from fastserve.settings import ModelEntry, TFServingOptions
 from tests.repository.folders import Stage, write_config, write_version
 
 

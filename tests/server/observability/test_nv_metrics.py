@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastserve.config import Listener, Settings
-from fastserve.config.triton import MetricsConfig
 from fastserve.engine.counters import FIRST_RESPONSE, counts_of
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.server import Server, nv_metrics
 from fastserve.server.front import all_listeners
 from fastserve.server.nv_metrics import NAMES, NvMetrics
+from fastserve.settings import Listener, Settings
+from fastserve.settings.kserve_options import MetricsConfig
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import Client, run, serving, write_model
 

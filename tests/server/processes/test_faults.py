@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import TFServingOptions
+from fastserve.settings import TFServingOptions
 from tests.server.rig import HOLD, KILL, KILL_ONCE, Served, release, run, seen, serving, write_model
 
 DIED = "the worker process died while it ran this request"

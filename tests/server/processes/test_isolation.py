@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fastserve.config.model_options import may_isolate
 from fastserve.engine.counters import counts_of
 from fastserve.repository.model_config import parse_model_config
+from fastserve.settings.model_options import may_isolate
 from fastserve.workers import isolation
 from tests.server.rig import HOLD, Served, release, run, seen, serving
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.config import Settings
 from fastserve.errors import ServeError
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest
 from fastserve.server import Server
+from fastserve.settings import Settings
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import HOLD, release, run, seen, serving, write_model
 

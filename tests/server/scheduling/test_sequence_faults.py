@@ -16,13 +16,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fastserve.config import Listener
 from fastserve.engine.counters import counts_of
 from fastserve.engine.engine import find_scheduler
 from fastserve.engine.schedulers.sequence import SequenceScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.repository.version import Version
+from fastserve.settings import Listener
 from fastserve.workers.group import WorkerGroup
 from tests.server.rig import Served, run, serving
 from tests.server.scheduling.test_sequences import CONFIG, SOURCE, say, write_seq

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.config import Settings
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.server import Server
+from fastserve.settings import Settings
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import Served, run, serving
 

@@ -11,9 +11,9 @@ from google.protobuf import text_format
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fastserve.config.tensorflow import BATCHING_PARAMETERS, MODEL_SERVER_CONFIG
-from fastserve.config.text_proto import MAX_DEPTH, TextField, parse_text
 from fastserve.errors import ConfigError
+from fastserve.settings.tensorflow import BATCHING_PARAMETERS, MODEL_SERVER_CONFIG
+from fastserve.settings.text_proto import MAX_DEPTH, TextField, parse_text
 from tests.effort import examples
 from tests.oracles import text_proto as oracle
 

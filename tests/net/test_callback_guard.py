@@ -17,7 +17,7 @@ from hyperframe.frame import GoAwayFrame, SettingsFrame
 
 from fastserve._ext.http2_frames import frame
 from fastserve.net import Call, HttpListener
-from fastserve.net.guard import INTERNAL_ERROR
+from fastserve.net.callback_guard import INTERNAL_ERROR
 from fastserve.net.http1 import large_bodies
 from fastserve.net.http1.connection import Http1Connection
 from fastserve.net.http2.connection import Http2Connection

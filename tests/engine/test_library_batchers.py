@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.codec.safe_msgpack import decode, encode
-from fastserve.engine.library import SLAB_BYTES, SLAB_PAGE, ElementBatcher
+from fastserve.engine.library_batchers import SLAB_BYTES, SLAB_PAGE, ElementBatcher
 from fastserve.errors import Kind, ServeError
 from tests.effort import examples
 from tests.engine.rig import run

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.frameworks.torch_tensors import torch_dtype
 from fastserve.backends.model_errors import DeviceLost
-from fastserve.codec.slab_notes import LentTensor, read_lent
+from fastserve.codec.slab_contents import LentTensor, read_lent
 from fastserve.devices.cuda import HARMLESS, Cuda, CudaFault, process_handles
 from fastserve.errors import Kind, ServeError, invalid
 

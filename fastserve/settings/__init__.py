@@ -1,8 +1,9 @@
 """The server's configuration, read from one YAML file and from flags."""
 
-from fastserve.config.fields import ConfigField, convert, list_fields
-from fastserve.config.grps import GrpsOptions
-from fastserve.config.settings import (
+from fastserve.settings.fields import ConfigField, convert, list_fields
+from fastserve.settings.grps import GrpsOptions
+from fastserve.settings.kserve_options import TritonOptions
+from fastserve.settings.server_settings import (
     DEFAULT_POLICY,
     LEAST_MEMORY_BYTES,
     AdminOptions,
@@ -20,8 +21,7 @@ from fastserve.config.settings import (
     load_settings,
     parse_listener,
 )
-from fastserve.config.text_options import TextgenOptions
-from fastserve.config.triton import TritonOptions
+from fastserve.settings.text_options import TextgenOptions
 
 __all__ = [
     "DEFAULT_POLICY",

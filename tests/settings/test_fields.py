@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from fastserve.config.fields import convert, fault_text, hint, shown
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import convert, fault_text, hint, shown
 
 ENOUGH_S, ENOUGH_BYTES = 1.0, 32 << 20  # msgspec's own error quotes a key whole
 

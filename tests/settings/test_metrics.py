@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastserve.config import Settings
-from fastserve.config.triton import MetricsConfig, read_metrics_config
+from fastserve.settings import Settings
+from fastserve.settings.kserve_options import MetricsConfig, read_metrics_config
 
 
 def test_pairs_of_one_flag_or_several() -> None:

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fastserve.config.fields import convert
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import convert
 
 FILE = "server.yml"
 HTTP_PORT, RPC_PORT = 7080, 7081

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import Settings, load_settings
-from fastserve.config.tritonserver import read_triton_flags, triton_overrides, triton_usage
 from fastserve.errors import ConfigError
+from fastserve.settings import Settings, load_settings
+from fastserve.settings.tritonserver import read_triton_flags, triton_overrides, triton_usage
 
 # Every flag of `tritonserver --help` of 2.51; --allow-client-shm, --http-max-input-size of later ones.
 ALL = shlex.split("""

@@ -23,7 +23,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest
 from fastserve.serving.dialect import DialectService
 from fastserve.serving.fast_path import Outcome, PreparedCache, open_path
-from fastserve.serving.prepared import PreparedRequest, ordinary_inputs
+from fastserve.serving.prepared_requests import PreparedRequest, ordinary_inputs
 from fastserve.tensor import DType
 
 MOST_TEMPLATES = 256

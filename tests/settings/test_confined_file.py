@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.config.confined import read_confined
 from fastserve.errors import ConfigError
+from fastserve.settings.confined_file import read_confined
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from fastserve._ext.flatten import walk_bytes
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.client_memory import REGIONS_MAX, Range, Regions, check_total, hold_buffers
+from fastserve.serving.client_shared_memory import REGIONS_MAX, Range, Regions, check_total, hold_buffers
 from fastserve.tensor import DTYPES, TensorSpec
 
 PAGE = 4096
@@ -106,7 +106,7 @@ def test_strings_are_walked_piece_by_piece(
     (tmp_path / "strings").write_bytes(data + bytes(PAGE - len(data)))
     regions.register("r", "/strings", 0, PAGE)
     for piece in range(4, 40):
-        monkeypatch.setattr("fastserve.serving.client_memory.PIECE_BYTES", piece)
+        monkeypatch.setattr("fastserve.serving.client_shared_memory.PIECE_BYTES", piece)
         for size in (*range(1, 30), len(data) - 1, len(data), len(data) + 2):
             for most in (1, 3, len(texts), len(texts) + 1):
                 memory = (data + bytes(2))[:size]
@@ -156,7 +156,7 @@ def test_descriptors_are_given_back(regions: Regions) -> None:
 
 
 def test_regions_are_counted(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve.serving.client_memory.REGIONS_MAX", 1)
+    monkeypatch.setattr("fastserve.serving.client_shared_memory.REGIONS_MAX", 1)
     assert REGIONS_MAX > 1
     regions.register("a", "/two_pages", 0, PAGE)
     assert refused(regions.register, "b", "/two_pages", 0, PAGE).kind is Kind.UNAVAILABLE

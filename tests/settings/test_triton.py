@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastserve.config import load_settings
-from fastserve.config.triton import CATEGORIES, parse_restrictions, parse_trace_config
 from fastserve.errors import ConfigError
+from fastserve.settings import load_settings
+from fastserve.settings.kserve_options import CATEGORIES, parse_restrictions, parse_trace_config
 
 
 def test_restrictions_by_category() -> None:
@@ -74,7 +74,7 @@ def test_a_trace_file_has_one_front() -> None:
 
 
 def test_flags_have_no_other_name() -> None:
-    from fastserve.config import Settings, list_fields
+    from fastserve.settings import Settings, list_fields
 
     flags = {field.path: field.flag for field in list_fields(Settings)}
     assert flags["triton.http_max_input_size"] == "--http-max-input-size"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastserve.codec.slab_notes import LentNote, write_lent
+from fastserve.codec.slab_contents import LentNote, write_lent
 from fastserve.devices.cuda import CudaFault, OpenHandles
 from fastserve.errors import Kind
-from fastserve.workers.device import client_memory
+from fastserve.workers.device import client_cuda_memory
 from fastserve.workers.device.base import COMPUTE, COPY_IN, COPY_OUT
 from fastserve.workers.device.pipeline import run_flights
 from tests.devices.simulated_device import Script
@@ -65,7 +65,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     made: Any = Memory()
     handles = OpenHandles(made)
-    monkeypatch.setattr(client_memory, "process_handles", lambda: handles)
+    monkeypatch.setattr(client_cuda_memory, "process_handles", lambda: handles)
     return made
 
 

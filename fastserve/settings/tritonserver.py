@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastserve.config.fields import BOOLS, fault_text, unbuilt_fault
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import BOOLS, fault_text, unbuilt_fault
 
 Overrides = dict[str, Any]  # dotted path of a setting -> value
 Given = Mapping[str, Sequence[str]]  # flag -> its values, in their order

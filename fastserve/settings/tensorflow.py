@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastserve.config.fields import BOOLS, fault_text, unbuilt_fault
-from fastserve.config.settings import PEM
-from fastserve.config.text_proto import TextField, parse_text
-from fastserve.config.yaml_text import read_text
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import BOOLS, fault_text, unbuilt_fault
+from fastserve.settings.server_settings import PEM
+from fastserve.settings.text_proto import TextField, parse_text
+from fastserve.settings.yaml_text import read_text
 
 Overrides = dict[str, Any]  # dotted path of a setting -> value
 Read = TypeVar("Read")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastserve.config.fields import unbuilt_fault
+from fastserve.settings.fields import unbuilt_fault
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import load_settings
-from fastserve.config.mindie import mindie_overrides, read_config
 from fastserve.errors import ConfigError
+from fastserve.settings import load_settings
+from fastserve.settings.mindie import mindie_overrides, read_config
 
 # As it is delivered, but for the model and TLS.
 CONFIG: dict[str, Any] = {

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from fastserve.config.fields import convert
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import convert
 
 FILE = "config.json"
 MOST_SEQUENCES = 1024

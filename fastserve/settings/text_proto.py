@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from fastserve.config.fields import hint
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import hint
 
 MAX_DEPTH = 64
 Kind = Literal["string", "bool", "float", "double", "int32", "uint32", "int64", "uint64", "enum", "message"]

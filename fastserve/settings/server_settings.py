@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fastserve.config.fields import convert, fault_text, hint, list_fields
-from fastserve.config.grps import GrpsOptions
-from fastserve.config.text_options import TextgenOptions
-from fastserve.config.triton import INPUT_BYTES, TritonOptions, read_metrics_config
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import convert, fault_text, hint, list_fields
+from fastserve.settings.grps import GrpsOptions
+from fastserve.settings.kserve_options import INPUT_BYTES, TritonOptions, read_metrics_config
+from fastserve.settings.text_options import TextgenOptions
 
 VersionNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -396,7 +396,7 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
     Values of overrides may be text, as flags are; a list is then split at commas.
     Raises ConfigError naming field, value and what is allowed.
     """
-    from fastserve.config.yaml_text import read_yaml  # workers, which have settings too, start 25 ms sooner
+    from fastserve.settings.yaml_text import read_yaml  # workers, which have settings too, start 25 ms sooner
 
     origin = file.name if file else "settings"
     tree = read_yaml(file, origin) if file else {}

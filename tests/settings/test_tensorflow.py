@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from fastserve.config import GrpcOptions, Settings, load_settings
-from fastserve.config.tensorflow import (
+from fastserve.errors import ConfigError
+from fastserve.repository.model_config import parse_model_config, round_up
+from fastserve.repository.version import version_number, wanted_versions
+from fastserve.settings import GrpcOptions, Settings, load_settings
+from fastserve.settings.tensorflow import (
     _IDLE_FLAGS,
     _UNBUILT_FLAGS,
     batching_defaults,
@@ -19,9 +22,6 @@ from fastserve.config.tensorflow import (
     read_tensorflow_flags,
     tensorflow_overrides,
 )
-from fastserve.errors import ConfigError
-from fastserve.repository.model_config import parse_model_config, round_up
-from fastserve.repository.version import version_number, wanted_versions
 from tests.repository.folders import BASE
 
 VECTORS = [

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
-from fastserve.metrics.spread import BUCKETS, SpreadWindow, bucket_of, middle_ns, quantiles_ns, read_buckets
+from fastserve.metrics.quantiles import (
+    BUCKETS,
+    SpreadWindow,
+    bucket_of,
+    middle_ns,
+    quantiles_ns,
+    read_buckets,
+)
 from tests.effort import examples
 
 durations = st.integers(0, 1 << 40)
