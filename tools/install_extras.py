@@ -1,6 +1,6 @@
 """Install what `make test-extras` needs beside the suite's environment: `make extras` runs it.
 
-    python3 tools/install_extras.py FOLDER
+    python3 tools/install_extras.py FOLDER [--required]
 
 | extra | what | where |
 |---|---|---|
@@ -9,7 +9,7 @@
 | `chromium`, `nghttp` | Debian's packages, if the commands are missing and root runs this | the machine |
 
 FOLDER/extras.json says of each extra why this machine cannot have it, or "". An installation that should work
-is tried three times; the exit status is 1 if it still fails.
+is tried three times. If it still fails, that is the reason; with --required the exit status is 1.
 """
 
 import json
@@ -30,8 +30,15 @@ TENSORFLOW_PYTHONS = (3, 10), (3, 13)
 DEBIAN = {"chromium": "chromium", "nghttp": "nghttp2-client"}
 
 
+class NotInstalled(Exception):
+    """A command that downloads an extra failed three times."""
+
+
 def run(command: list[str], **environment: str) -> None:
-    """Run a command that a registry answers, three times if need be; its output is printed if it fails."""
+    """Run a command that a registry answers, three times if need be; print its output if it fails.
+
+    Raises NotInstalled when the last try fails.
+    """
     for pause in (*PAUSES_S, None):
         done = subprocess.run(
             command,
@@ -45,7 +52,7 @@ def run(command: list[str], **environment: str) -> None:
             return
         print(f"{' '.join(command)[:200]}: exit status {done.returncode}\n{done.stdout[-2000:]}", flush=True)
         if pause is None:
-            raise SystemExit(1)
+            raise NotInstalled(f"{' '.join(command)[:80]} ended with status {done.returncode}")
         time.sleep(pause)
 
 
@@ -54,26 +61,23 @@ def pip(folder: Path, *packages: str) -> None:
 
 
 def environment(folder: Path) -> None:
-    """A virtual environment that imports the package from the checkout, where `make build` compiles it."""
+    """Make a virtual environment that imports the package from the checkout, where `make build` compiles it."""
     if not (folder / "bin/python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "checkout.pth").write_text(f"{ROOT}\n")
+    pip(folder, *(line for name in ("dependencies", "test-tensorflow") for line in requirements.listed(name)))
 
 
 def tensorflow(folder: Path) -> str:
     oldest, newest = TENSORFLOW_PYTHONS
-    wanted = ["dependencies", "test-tensorflow"]
     here = ".".join(map(str, sys.version_info[:2]))
     if not oldest <= sys.version_info[:2] <= newest:
-        missing = f"TensorFlow has no wheel for Python {here}"
-    elif platform.machine() not in ("x86_64", "aarch64"):
-        missing = f"TensorFlow has no wheel for {platform.machine()}"
-    else:
-        wanted.append("tensorflow")
-        missing = ""
-    pip(folder, *(line for name in wanted for line in requirements.listed(name)))
-    return missing
+        return f"TensorFlow has no wheel for Python {here}"
+    if platform.machine() not in ("x86_64", "aarch64"):
+        return f"TensorFlow has no wheel for {platform.machine()}"
+    pip(folder, *requirements.listed("tensorflow"))
+    return ""
 
 
 def grpc_js(folder: Path) -> str:
@@ -110,16 +114,21 @@ EXTRAS: Mapping[str, Callable[[Path], str]] = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, required: bool) -> None:
     environment(folder)
     missing = {}
     for name, install in EXTRAS.items():
         started = time.monotonic()
-        missing[name] = install(folder)
+        try:
+            missing[name] = install(folder)
+        except NotInstalled as error:
+            if required:
+                raise SystemExit(f"{name}: {error}") from None
+            missing[name] = str(error)
         result = f"not to be had here: {missing[name]}" if missing[name] else "installed"
         print(f"{name}: {result} ({time.monotonic() - started:.0f} s)", flush=True)
     (folder / "extras.json").write_text(json.dumps(missing, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), "--required" in sys.argv[2:])
