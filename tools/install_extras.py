@@ -61,7 +61,7 @@ def pip(folder: Path, *packages: str) -> None:
 
 
 def environment(folder: Path) -> None:
-    """Make a virtual environment that imports the package from the checkout, where `make build` compiles it."""
+    """Make a virtual environment that imports the package from the checkout, which `make build` compiles."""
     if not (folder / "bin/python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
