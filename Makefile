@@ -1,4 +1,5 @@
-# `make build` installs what the other targets need, into .venv; `make extras` what few tests need, into .venv-extras.
+# Everything is installed into .venv: by `make serve` what serving needs, by `make build` what the other targets need
+# besides; `make extras` installs what few tests need into .venv-extras.
 #
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
 #   make test  [ARGS="tests/net -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
@@ -10,11 +11,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 ARGS ?=
 JOBS ?= auto
 TORCH_INDEX ?=
 
 CHECKED := build/.compiler
+RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 TORCH := $(VENV)/.torch
 EXTENSIONS := $(VENV)/.extensions
@@ -25,6 +28,8 @@ DEBUG_TREE := build/debug/tree
 EXTRAS := .venv-extras
 
 .DELETE_ON_ERROR:
+# Recipes share an environment and a folder of products; those that take long use all cores by themselves.
+.NOTPARALLEL:
 .PHONY: build torch FORCE serve test test-fast test-gpu extras test-extras lint format bench wheel debug torture differential clean
 
 build: $(INSTALLED) $(TORCH) $(EXTENSIONS) $(PROTOS)
@@ -36,16 +41,21 @@ $(CHECKED): tools/check_compiler.py
 		{ echo "fastserve cannot be built: Python's venv is missing (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@mkdir -p build && touch $@
 
-# The compiled modules are left to the next rule, which rebuilds only what changed.
-$(INSTALLED): pyproject.toml tests/clients.txt | $(CHECKED)
+# What the server imports, and what its modules are compiled with; these are left to the next rule but three, which
+# rebuilds only what changed. Python compiles what it imports, a third of what is installed.
+$(RUNTIME): pyproject.toml | $(CHECKED)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $$($(BIN)/python tools/requirements.py requires)
-	FASTSERVE_EXT=none $(BIN)/python -m pip install -q --disable-pip-version-check \
-		--no-build-isolation -e '.[test,lint,wheel]'
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/clients.txt
+	$(PIP) --no-compile $$($(BIN)/python tools/requirements.py requires)
+	FASTSERVE_EXT=none $(PIP) --no-compile --no-build-isolation -e .
 	@touch $@
 
-# A CPU build or none: the tests and the demo's language model need it, nothing else does.
+# Besides: what tests, lint and wheels need.
+$(INSTALLED): $(RUNTIME) tests/clients.txt
+	FASTSERVE_EXT=none $(PIP) --no-build-isolation -e '.[test,lint,wheel]'
+	$(PIP) --no-deps -r tests/clients.txt
+	@touch $@
+
+# A CPU build or none: tests and benchmarks need it, the demo does not.
 $(TORCH): tools/install_torch.py $(INSTALLED) $(if $(TORCH_INDEX),FORCE)
 	$(BIN)/python tools/install_torch.py $(TORCH_INDEX)
 	@touch $@
@@ -56,15 +66,15 @@ FORCE:
 torch: build
 	@$(BIN)/python tools/install_torch.py any
 
-$(EXTENSIONS): $(EXT_SOURCES) setup.py | $(INSTALLED)
+$(EXTENSIONS): $(EXT_SOURCES) setup.py | $(RUNTIME)
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-$(PROTOS): $(PROTO_SOURCES) setup.py tools/write_triton_structs.py | $(INSTALLED)
+$(PROTOS): $(PROTO_SOURCES) setup.py tools/write_triton_structs.py | $(RUNTIME)
 	$(BIN)/python setup.py -q protos
 	@touch $@
 
-serve: build
+serve: $(RUNTIME) $(EXTENSIONS) $(PROTOS)
 	@exec $(BIN)/fastserve serve demo $(ARGS)
 
 # A file's tests stay together, in their order: they share servers. A third of their time is waiting, for workers

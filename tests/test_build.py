@@ -182,3 +182,19 @@ def test_what_make_build_installs_brings_no_torch() -> None:
         names = {Requirement(line).name for line in ast.literal_eval(found.group(1))}
         assert names
         assert not names & {"torch", "fastserve"}
+
+
+def test_what_make_serve_installs_is_what_the_server_imports(tmp_path: Path) -> None:
+    """Build requirements and the package without extras: no tests, linters, clients or torch."""
+    for name in ("tools", "tests", "protos", "ext"):
+        (tmp_path / name).mkdir()
+    for name in ("Makefile", "pyproject.toml", "setup.py", "tests/clients.txt", "tools/check_compiler.py"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "tools/write_triton_structs.py").touch()
+    command = ["make", "-n", "serve", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    installed = re.findall(r"pip install (?:--\S+ |-q )*(.*)", done.stdout)
+    assert installed == ["$(.venv/bin/python tools/requirements.py requires)", "-e ."]
+    assert "setup.py -q build_ext --inplace" in done.stdout
+    assert "setup.py -q protos" in done.stdout
+    assert done.stdout.rstrip().endswith("exec .venv/bin/fastserve serve demo")

@@ -1,4 +1,4 @@
-"""Installs torch for the tests and the demo's language model, in its CPU build: `make build` runs it.
+"""Installs torch for the tests, in its CPU build: `make build` runs it.
 
     python tools/install_torch.py            # where pip would take a CPU build; says so where it would not
     python tools/install_torch.py INDEX      # from an index of CPU builds
