@@ -3,7 +3,7 @@
     python3 bench/first_answer.py serve           # `make serve` in a fresh clone of the last commit
     python3 bench/first_answer.py wheel WHEEL     # an environment, the wheel, `fastserve serve demo`
 
-It needs Python and its standard library; `serve` needs git and make too. Packages come from pip's index or its
+It needs Python and its standard library; `serve` needs git and make too. Packages come from pip's index or
 cache. Exit status 1: a bound was passed, or something was installed that is not needed.
 
 CPU time is that of all processes, until the server is stopped again. Megabytes are what the files occupy: the
