@@ -35,6 +35,7 @@ COMMON = (
     "http",
     "grpc",
     "frontends",
+    "in_process",
     "model_control",
     "load_models",
     "keep_going",

@@ -257,7 +257,9 @@ class VersionLoader:
         cache_bytes: int = 0,
         limiter: RateLimiter | None = None,
         device_share: float = 1.0,
+        in_process: bool = False,
     ) -> None:
+        self._in_process = in_process
         self._limiter = limiter
         self._budget = DeviceBudget(MACHINE.devices, device_share)
         self._shared = SharedWorkers(registry.gauges(names.SHARED_WORKERS))
@@ -338,6 +340,7 @@ class VersionLoader:
             recorded=recording.write,
             shared=self._shared,
             forks=self._forks,
+            in_process=self._in_process,
             on_silent=lambda: self._silence_changed(version, part),
         )
         self._starting[version] = group
@@ -460,9 +463,8 @@ class VersionLoader:
         queue = open_queue(arena, 0, inputs, outputs, meters)
         queue.on_device = group.on_device
         counters_of(version).queues.append(queue)
-        upkeep = Maintenance(
-            queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=version.config.run_timeout_ms
-        )
+        limit_ms = 0 if self._in_process else version.config.run_timeout_ms  # a thread cannot be killed
+        upkeep = Maintenance(queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=limit_ms)
         upkeep.open()
         calls = ModelCalls(self.engine, queue, group.tell)
         deaths = DeathPolicy(repr(version), queue, lambda: group.alive, DIED, lambda: NOBODY)

@@ -25,6 +25,12 @@ EMPTY = (
 )
 
 
+IN_PROCESS = (
+    "Models run in this process, each a thread: a run that hangs is not ended, and a crash of a model is the "
+    "server's."
+)
+
+
 def banner_text(
     settings: Settings, http: tuple[Listener, ...], grpc: tuple[Listener, ...], readiness: Readiness
 ) -> str:
@@ -34,6 +40,8 @@ def banner_text(
     places += [_place("grpc", secure, listener) for listener in grpc]
     how = "is ready" if readiness.ready else "listens and is not ready"
     lines = [f"fastserve {how}: {' '.join(places) or 'no listener'}"]
+    if settings.in_process:
+        lines.append(IN_PROCESS)
     if not readiness.ready:
         checked = settings.repository or "--config FILE"
         lines.append(f"{readiness.reason}; `fastserve check {checked}` tells more")

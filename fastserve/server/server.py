@@ -87,6 +87,7 @@ def make_loader(
         catalog=catalog,
         cache_bytes=settings.response_cache_bytes,
         device_share=settings.device_memory_share,
+        in_process=settings.in_process,
         limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
     )
     host.read_recorded = recorded_reader(settings)
@@ -341,13 +342,24 @@ def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = Non
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
     log_uncaught()
     try:
-        return uvloop.run(serve(settings))
+        status = uvloop.run(serve(settings))
+        _leave_threads(settings, status)
+        return status
     except (ConfigError, ServeError, OSError) as error:
         if give_up is not None:
             give_up(error)
         else:
             _give_up(settings, error)
     return 1
+
+
+def _leave_threads(settings: Settings, status: int) -> None:
+    """End the process at once where a model's thread will not end, which may hold standard input."""
+    if settings.in_process:
+        from fastserve.workers.in_process import thread_remains
+
+        if thread_remains():
+            exit_now(status)
 
 
 def _give_up(settings: Settings, error: Exception) -> None:

@@ -308,6 +308,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """gRPC listeners: HOST:PORT[=dialect,...], or `off`."""
     frontends: Annotated[int, Meta(ge=1, le=64)] = 1
     """Front processes that share each port."""
+    in_process: bool = False
+    """Run models in the server's process, for breakpoints and profilers; none is killed then."""
     drain_delay_s: Annotated[float, Meta(ge=0)] = 1.0
     """Seconds after a stop signal in which it is not ready and still serves all."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0

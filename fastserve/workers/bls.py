@@ -84,6 +84,8 @@ class BlsClient:
         """Open the channel that requests of this process go through from now on."""
         line = cls(control, arena, ring)
         bls.line = model_callbacks.process.channel = line
+        if model_callbacks.thread.channel is not None:  # a thread of the server's: others have their own
+            bls.of_thread.line = model_callbacks.thread.channel = line
         return line
 
     def turn(self) -> bool:

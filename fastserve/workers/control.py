@@ -164,6 +164,11 @@ class ControlChannel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
+    def hang_up(self) -> None:
+        """Send no more: the other side reads EOF, and what it has sent can still be read."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Closes the line, which the other side reads as EOF; idempotent."""
         self.unwatch()

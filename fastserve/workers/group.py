@@ -123,6 +123,7 @@ class WorkerGroup:
         entry: Sequence[str] = ENTRY,
         shared: SharedWorkers | None = None,
         forks: ForkServers | None = None,
+        in_process: bool = False,
         on_silent: Callable[[], None] = lambda: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -136,6 +137,7 @@ class WorkerGroup:
         self._arena: ArenaLike | None = None
         self._on_death, self._on_alive = on_death, on_alive
         self._entry, self._shared, self._sleep, self._clock = entry, shared, sleep, clock
+        self._in_process = in_process
         self._forks, self._forked = forks, list[Mapping[str, str]]()  # the environments of workers that fork
         self._unhold: list[Callable[..., None]] = []
         self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
@@ -161,7 +163,11 @@ class WorkerGroup:
         own = {**order, "config": {**config, **device}}
         key = place_in(config, number) if self._shared is not None else None
         make: Callable[[OnMessage, OnExit], Child]
-        if self._shared is not None and key is not None:
+        if self._in_process:
+            from fastserve.workers.in_process import InProcessWorker
+
+            make = partial(InProcessWorker, f"{self._title}#{number}", environment)
+        elif self._shared is not None and key is not None:
             make = partial(self._shared.thread_worker, key, f"{self._title}#{number}", environment)
         elif self._forks is not None and may_fork(own["config"], environment):
             self._forked.append(environment)
@@ -220,7 +226,8 @@ class WorkerGroup:
         Raises ServeError: the backend's own words (no folders, no traceback: that is in the log), how a
         worker died, that it took longer than load_timeout_s, or what make_arena raised.
         """
-        self._watchdog.open()
+        if not self._in_process:  # a person at a breakpoint is no silence
+            self._watchdog.open()
         if self._forks is not None:
             self._unhold = [self._forks.hold(environment) for environment in self._forked]
         try:
@@ -316,7 +323,7 @@ class WorkerGroup:
         # Not asyncio.wait_for: before 3.12 it swallows a cancellation that meets the result.
         doing = asyncio.ensure_future(work)
         try:
-            done, _ = await asyncio.wait({doing}, timeout=self._load_timeout_s)
+            done, _ = await asyncio.wait({doing}, timeout=None if self._in_process else self._load_timeout_s)
         except asyncio.CancelledError:
             await cancel_all(doing)
             raise

@@ -69,15 +69,15 @@ class ThreadHost:
         try:
             order = control.receive().message
             with self._beginning:
-                _prepare(order["config"])
-            with _apart(order, control):
+                import_framework(order["config"])
+            with thread_context(order, control):
                 worker.live(control, order, lambda *given: self._serve(number, *given))
         except PeerGone:
             log.debug("thread worker %d was let go of before it began", number)
         finally:
             if self._broken:  # the device's context is everybody's here
                 exit_now(1)
-            _forget()
+            forget_model()
             self._say("left", number)
             control.close()
 
@@ -97,7 +97,7 @@ class ThreadHost:
             self._control.send({"op": op, "id": number})
 
 
-def _prepare(config: Mapping[str, Any]) -> None:
+def import_framework(config: Mapping[str, Any]) -> None:
     """Import what two threads must not import at once: a framework imports itself in circles, and msgspec
     builds its decoders without a lock (two at once end the process).
 
@@ -120,7 +120,7 @@ def _prepare(config: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _apart(order: Mapping[str, Any], control: ControlChannel) -> Iterator[None]:
+def thread_context(order: Mapping[str, Any], control: ControlChannel) -> Iterator[None]:
     """Give this thread its own title, log fields and control channel."""
     title = worker.title_of(order)
     threading.current_thread().name = title
@@ -133,7 +133,7 @@ def _apart(order: Mapping[str, Any], control: ControlChannel) -> Iterator[None]:
         model_callbacks.thread.channel = None
 
 
-def _forget() -> None:
+def forget_model() -> None:
     """A model's module and its functions are a circle: it goes when the collector comes, and that was told to
     pass over what the models here consist of (loop.py)."""
     gc.unfreeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import textwrap
 import urllib.error
@@ -43,6 +44,13 @@ class RunningApp(Running):
         """Return status and text of an error."""
         status, _, said = self.post(path, body, raw=raw)
         return status, json.loads(said)["error"]
+
+
+class ColdApp(RunningApp):
+    """`fastserve run FILE`, started by exec: a warm server cannot import numpy, which its own models need."""
+
+    def _start(self, command: list[str], stderr: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
 
 
 def write_app(folder: Path, text: str, name: str = "app.py") -> Path:

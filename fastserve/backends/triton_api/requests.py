@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
@@ -148,10 +149,17 @@ class BlsChannel(Protocol):
         """Send one request, and iterate over its responses."""
 
 
+class _ThreadLine(threading.local):
+    """Holds the BlsChannel of a worker that is a thread of the server's process."""
+
+    line: BlsChannel | None = None
+
+
 class bls:
     """Holds the worker's BlsChannel."""
 
     line: BlsChannel | None = None
+    of_thread = _ThreadLine()
     threads: ThreadPoolExecutor | None = None
 
 
@@ -301,9 +309,10 @@ async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _channel() -> BlsChannel:
-    if bls.line is None:
+    line = bls.of_thread.line or bls.line
+    if line is None:
         raise TritonModelException("other models can be called from execute() only")
-    return bls.line
+    return line
 
 
 def _read_parameters(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
