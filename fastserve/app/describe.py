@@ -6,6 +6,7 @@ to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -21,16 +22,43 @@ FAILED = 3  # the script's own fault, which it has told already
 REFUSED = 4  # a sentence on standard output
 
 
+class Description:
+    """The models of a script, while a process finds them out."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._said = open(os.memfd_create("described"), "w+b")  # noqa: SIM115 - closed by `close`
+        command = [sys.executable, "-m", "fastserve.app.describe", str(file)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._said)
+
+    @property
+    def done(self) -> bool:
+        """Whether the script has been run."""
+        return self._process.poll() is not None
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Return the fields of model.yaml of each model, once the script has been run. Raises ConfigError."""
+        status = self._process.wait()
+        self._said.seek(0)
+        said = self._said.read()
+        if status == 0:
+            described: dict[str, dict[str, Any]] = json.loads(said)
+            return described
+        if status == REFUSED:
+            raise ConfigError(said.decode("utf-8", "replace"))
+        raise ConfigError(f"{self._file.name} could not be run; what it said is above")
+
+    def close(self) -> None:
+        """End the process, if it still runs."""
+        self._process.kill()
+        self._process.wait()
+        self._said.close()
+
+
 def describe_script(file: Path) -> dict[str, dict[str, Any]]:
     """Return the fields of model.yaml of each model of a script. Raises ConfigError."""
-    command = [sys.executable, "-m", "fastserve.app.describe", str(file)]
-    done = subprocess.run(command, stdout=subprocess.PIPE)
-    if done.returncode == 0:
-        described: dict[str, dict[str, Any]] = json.loads(done.stdout)
-        return described
-    if done.returncode == REFUSED:
-        raise ConfigError(done.stdout.decode("utf-8", "replace"))
-    raise ConfigError(f"{file.name} could not be run; what it said is above")
+    with contextlib.closing(Description(file)) as description:
+        return description.read()
 
 
 def main(arguments: list[str]) -> int:

@@ -61,7 +61,7 @@ def list_paths(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return path -> NAME, or NAME/VERSION. Raises ConfigError for a path that two models have."""
     found: dict[str, str] = {}
     for name, config in configs.items():
-        numbered = {int(number): path for number, path in config["parameters"]["script"]["paths"].items()}
+        numbered = {int(number): path for number, path in _paths_of(config).items()}
         for path, target in paths_of(numbered, name):
             other = found.setdefault(path, target)
             if other != target:
@@ -69,10 +69,16 @@ def list_paths(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
+def _paths_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the number of each version, as text -> its path."""
+    paths: dict[str, str] = config["parameters"]["script"]["paths"]
+    return paths
+
+
 def write_models(configs: Mapping[str, Mapping[str, Any]], root: Path) -> None:
     """Make `root` the repository of these models: others of it are removed, equal ones stay as they are."""
     for name, config in configs.items():
-        for number in config["parameters"]["script"]["paths"]:
+        for number in _paths_of(config):
             (root / name / number).mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         place = root / name / CONFIG_FILE
@@ -80,8 +86,10 @@ def write_models(configs: Mapping[str, Mapping[str, Any]], root: Path) -> None:
             beside = place.with_suffix(".new")
             beside.write_text(text)
             os.replace(beside, place)
-    for folder in root.iterdir():
-        if folder.is_dir() and folder.name not in configs:
+    for folder in [*root.iterdir(), *root.glob("*/[0-9]*")]:
+        script = configs.get(folder.name if folder.parent == root else folder.parent.name)
+        gone = script is None or (folder.parent != root and folder.name not in _paths_of(script))
+        if gone and folder.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -95,7 +103,7 @@ def copy_app(models: Iterable[ScriptModel], file: Path, root: Path) -> None:
     write_models(configs, root)
     inside = root.resolve()
     for name, config in configs.items():
-        for number in config["parameters"]["script"]["paths"]:
+        for number in _paths_of(config):
             for source in app_files(file):
                 if not source.resolve().is_relative_to(inside):
                     target = root / name / number / source.relative_to(file.parent)

@@ -2,8 +2,9 @@
 
     serve_declared({"http": ":8000"})          python app.py: the models that are declared so far
     run_script(Path("app.py"), settings)       fastserve run app.py: the script is run in a process of its own
+    run_reloading(Path("app.py"), settings)    the same, and again whenever it changes
 
-Both write a repository of the models into a temporary folder and run an ordinary server on it, with the API
+They write a repository of the models into a temporary folder and run an ordinary server on it, with the API
 of apps before the others.
 """
 
@@ -20,6 +21,7 @@ import msgspec
 
 from fastserve.app.describe import describe_script
 from fastserve.app.models_folder import configs_of, copy_app, list_paths, stamp_app, write_models
+from fastserve.app.reload import LOOK_S, Reloader, say_on_terminal
 from fastserve.backends.script.declaration import declared
 from fastserve.errors import ConfigError
 from fastserve.settings import Settings, list_fields, load_settings
@@ -47,6 +49,19 @@ def run_script(file: Path, settings: Settings) -> int:
     """Serve the models of a script until a signal, and return the exit status. Raises ConfigError."""
     file = file.absolute()
     return run_models(describe_script(file), settings)
+
+
+def run_reloading(file: Path, settings: Settings) -> int:
+    """Serve the models of a script, and load them anew when it changes; see reload.py. Raises ConfigError."""
+    from fastserve.server import run
+
+    if settings.model_control != "poll":
+        raise ConfigError(f"model_control: given {settings.model_control} with --reload, allowed: poll")
+    reloader = Reloader(file.absolute())
+    configs = reloader.first(say_on_terminal)
+    quick = msgspec.structs.replace(settings, keep_going=True, poll_s=min(settings.poll_s, LOOK_S))
+    with written(configs) as root, reloader.following(root):
+        return run(app_settings(quick, root, configs))
 
 
 def run_models(configs: Configs, settings: Settings) -> int:

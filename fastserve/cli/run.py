@@ -26,18 +26,22 @@ SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
     callback=show_all,
     help="Every flag there is.",
 )
-def run(script: Path, config: Path | None, **flags: Any) -> None:
+@click.option("--reload", is_flag=True, help="Load the models anew when the script or its modules change.")
+def run(script: Path, config: Path | None, reload: bool, **flags: Any) -> None:
     """Serve the functions and classes that FILE.py declares with @fastserve.model.
 
     \b
     Examples:
       fastserve run app.py
+      fastserve run app.py --reload
+      fastserve run app.py --in-process
       fastserve run app.py --http 0.0.0.0:8000 --frontends 2
     """
-    from fastserve.app.serving import run_script
+    from fastserve.app.serving import run_reloading, run_script
 
+    start = run_reloading if reload else run_script
     try:
-        sys.exit(run_script(script, load_settings(config, read_flags(flags))))
+        sys.exit(start(script, load_settings(config, read_flags(flags))))
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
 

@@ -52,7 +52,7 @@ def open_model(config: Mapping[str, Any], version_dir: Path) -> tuple[ScriptMode
     file = file if file.is_absolute() else version_dir / file
     number = int(version_dir.name) if version_dir.name.isdecimal() else 1
     key = f"{config.get('name')}/{number}"
-    found = {one.key: one for one in load_script(file)}
+    found = {one.key: one for one in load_script(file, str(script.get("stamp", "")))}
     if key not in found:
         raise ConfigError(f"{file.name} declares no model {key}: there are {', '.join(found) or 'none'}")
     made = found[key]

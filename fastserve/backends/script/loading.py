@@ -7,6 +7,7 @@ beside it import one another.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from importlib.util import module_from_spec, spec_from_file_location
@@ -17,6 +18,7 @@ from fastserve.errors import ConfigError
 
 _turn = threading.Lock()  # workers that share a process load one after the other
 _running = False
+_stamps: dict[Path, str] = {}  # of each folder, with which its script was last run
 
 
 class ScriptEnd(BaseException):
@@ -30,8 +32,9 @@ def end_script() -> None:
         raise ScriptEnd
 
 
-def load_script(file: Path) -> list[ScriptModel]:
-    """Return the models that a script declares. Raises ConfigError, and what the script raises."""
+def load_script(file: Path, stamp: str = "") -> list[ScriptModel]:
+    """Return the models that a script declares; with another stamp than before its modules are imported anew.
+    Raises ConfigError, and what the script raises."""
     global _running
     if not file.is_file():
         raise ConfigError(f"there is no file {file.name}")
@@ -41,6 +44,7 @@ def load_script(file: Path) -> list[ScriptModel]:
         folder = str(file.parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
+        _drop_changed(file.parent, stamp)
         name = file.stem if file.stem not in sys.modules else f"{file.stem}_script"
         spec = spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
@@ -55,3 +59,17 @@ def load_script(file: Path) -> list[ScriptModel]:
         finally:
             _running = False
         return declared()
+
+
+def _drop_changed(folder: Path, stamp: str) -> None:
+    """Forget the imported modules of a folder where its script was run with another stamp before. Packages
+    that were installed below it stay."""
+    if _stamps.setdefault(folder, stamp) == stamp:
+        return
+    _stamps[folder] = stamp
+    for name, module in list(sys.modules.items()):
+        file = str(getattr(module, "__file__", None) or "")
+        ours = name == "__main__" or name.partition(".")[0] == "fastserve"
+        if file.startswith(f"{folder}/") and not ours and "/site-packages/" not in file:
+            del sys.modules[name]
+    importlib.invalidate_caches()
