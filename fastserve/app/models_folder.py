@@ -9,6 +9,7 @@ script's folder is copied into each version.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -19,11 +20,14 @@ from typing import Any
 import yaml
 
 from fastserve.app.json_api import paths_of
-from fastserve.backends.script.declaration import ScriptModel
+from fastserve.backends.script.declaration import BACKENDS, ScriptModel
 from fastserve.errors import ConfigError
+from fastserve.settings.yaml_text import read_yaml
 
 CONFIG_FILE = "model.yaml"
 MOST_FILES = 10_000
+APP_LINES = tuple(f"backend: {name}\n".encode() for name in BACKENDS.values())
+"""A model of a script has one of these in its model.yaml."""
 SKIPPED = {"__pycache__", "node_modules", "venv"}
 
 
@@ -91,6 +95,19 @@ def write_models(configs: Mapping[str, Mapping[str, Any]], root: Path) -> None:
         gone = script is None or (folder.parent != root and folder.name not in _paths_of(script))
         if gone and folder.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_apps(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the configurations of a repository's models that are of scripts. One that cannot be read is left
+    out: the server says why when it loads it."""
+    found = {}
+    for file in sorted(root.glob(f"*/{CONFIG_FILE}")):
+        with contextlib.suppress(OSError, ConfigError):
+            if any(line in file.read_bytes() for line in APP_LINES):
+                config = read_yaml(file, CONFIG_FILE)
+                if isinstance((config.get("parameters") or {}).get("script"), Mapping):
+                    found[file.parent.name] = config
+    return found
 
 
 def copy_app(models: Iterable[ScriptModel], file: Path, root: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from fastserve.app.describe import describe_script
-from fastserve.app.models_folder import configs_of, copy_app, list_paths, stamp_app, write_models
+from fastserve.app.models_folder import configs_of, copy_app, list_paths, read_apps, stamp_app, write_models
 from fastserve.app.reload import LOOK_S, Reloader, say_on_terminal
 from fastserve.backends.script.declaration import declared
 from fastserve.errors import ConfigError
@@ -83,11 +83,23 @@ def written(configs: Configs) -> Iterator[Path]:
 
 def app_settings(settings: Settings, root: Path, configs: Configs) -> Settings:
     """Return the settings with the repository of an app, and its API. Raises ConfigError."""
-    dialects = settings.dialects if DIALECT in settings.dialects else (DIALECT, *settings.dialects)
-    options = {**settings.dialect_options, OPTIONS: {"paths": list_paths(configs)}}
     if settings.repository:
         raise ConfigError("repository: an app has its own; serve the other models by a server of theirs")
-    return msgspec.structs.replace(settings, repository=str(root), dialects=dialects, dialect_options=options)
+    return msgspec.structs.replace(_with_api(settings, configs), repository=str(root))
+
+
+def with_app_api(settings: Settings) -> Settings:
+    """Return the settings with the API of apps, where the repository holds models of scripts: those that
+    `App.to_repository` has written. Raises ConfigError."""
+    configs = read_apps(Path(settings.repository)) if settings.repository not in ("", "demo") else {}
+    return _with_api(settings, configs) if configs else settings
+
+
+def _with_api(settings: Settings, configs: Configs) -> Settings:
+    """Return the settings with the API of apps before the others. Raises ConfigError."""
+    dialects = settings.dialects if DIALECT in settings.dialects else (DIALECT, *settings.dialects)
+    options = {**settings.dialect_options, OPTIONS: {"paths": list_paths(configs)}}
+    return msgspec.structs.replace(settings, dialects=dialects, dialect_options=options)
 
 
 def read_keywords(given: Mapping[str, Any]) -> dict[str, object]:

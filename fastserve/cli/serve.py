@@ -122,13 +122,14 @@ def serve(repository: str | None, config: Path | None, **flags: Any) -> None:
       fastserve serve models/ --http 0.0.0.0:8501=tfserving --grpc off
       fastserve serve models/ --model-control explicit --load-model resnet
     """
+    from fastserve.app.serving import with_app_api
     from fastserve.server import run
 
     overrides = read_flags(flags)
     if repository is not None:
         overrides["repository"] = repository
     try:
-        settings = load_settings(config, overrides)
+        settings = with_app_api(load_settings(config, overrides))
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     if not (settings.repository or settings.models or settings.deployment):
