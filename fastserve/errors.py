@@ -51,7 +51,7 @@ class Reason(Enum):
     WORKER_LOST = 6
     """The worker that had the request, or the state of its sequence, is gone. Another takes its place."""
     SERVER_STARTING = 7
-    """The server listens, and its models are still loading."""
+    """The server listens, and has not loaded the model yet since its start."""
     MALFORMED_CALL = 8
     """The call breaks gRPC's own rules: its status is INTERNAL there, though the fault is the client's."""
 
@@ -76,6 +76,7 @@ def unpack_status(status: int) -> tuple[Kind, Reason]:
 
 MEMORY_RETRY_S = 1.0
 WORKER_RETRY_S = 1.0
+STARTING_RETRY_S = 1.0
 MOST_TEXT = 16384
 """Characters of an error: it may quote what a client sent, and is encoded, counted, logged and sent back."""
 
@@ -111,6 +112,14 @@ def worker_lost(message: str) -> ServeError:
     """Return the error of a request whose worker died; another worker starts in a moment."""
     again_s, reason = WORKER_RETRY_S, Reason.WORKER_LOST
     return ServeError(Kind.UNAVAILABLE, message, retry_after_s=again_s, reason=reason)
+
+
+def server_starting(model: str = "") -> ServeError:
+    """Return the error of a call that comes before the start has loaded what it needs: `model`, or all of
+    them for ""."""
+    what = f"model {model} is loading" if model else "its models are loading"
+    text, reason = f"The server is starting: {what}", Reason.SERVER_STARTING
+    return ServeError(Kind.UNAVAILABLE, text, retry_after_s=STARTING_RETRY_S, reason=reason)
 
 
 def detach(error: E) -> E:

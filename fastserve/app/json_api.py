@@ -119,6 +119,7 @@ class AppEndpoint:
         version = self.service.catalog.available(self._model, self._number)
         if version is not None:
             return version
+        self.service.catalog.check_started(self._model)
         if self._model in self.service.catalog.models:
             raise ServeError(Kind.UNAVAILABLE, f"model {self._model!r} is not available now")
         raise ServeError(Kind.NOT_FOUND, f"there is no model {self._model!r}")

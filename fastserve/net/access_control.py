@@ -20,8 +20,9 @@ header with a secret value, for all dialects of a server:
 A restricted endpoint has no `take` and a restricted RPC no `start`, so that nothing is read before the check.
 
 A server listens before its models are loaded, so that an address in use is reported before minutes of
-loading. Until it has opened, calls about health and metrics are answered; others get UNAVAILABLE in their
-dialect's form.
+loading. At first only calls about health and metrics are answered. Once the models are listed, calls about
+models are answered too, each model as soon as it is loaded; calls that change models wait until all are.
+Others get UNAVAILABLE in their dialect's form.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from enum import Enum
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastserve.errors import Kind, Reason, ServeError
+from fastserve.errors import Kind, ServeError, server_starting
 
 if TYPE_CHECKING:
     from fastserve.net.request import Call, Endpoint
@@ -231,47 +232,51 @@ class RestrictedEndpoint:
         return self._endpoint(call)
 
 
-RETRY_AFTER_S = 1.0
 AT_ONCE = (Scope.HEALTH, Scope.METRICS)
 
 
 class Opening:
-    """Tell whether the server has opened. All listeners of a process share one."""
+    """Tell which scopes the server answers while it starts. All listeners of a process share one."""
 
-    __slots__ = ("done",)
+    __slots__ = ("closed", "done")
 
     def __init__(self, *, done: bool = True) -> None:
         self.done = done
+        self.closed = frozenset[Scope | None]() if done else frozenset({None, *Scope}).difference(AT_ONCE)
+
+    def list_models(self) -> None:
+        """Answer calls about models from now on: the server knows which ones it will have."""
+        self.closed &= {Scope.ADMIN}
+
+    def finish(self) -> None:
+        """Answer every call from now on."""
+        self.done, self.closed = True, frozenset()
 
     def check(self, scope: Scope | None) -> None:
-        """Raise ServeError UNAVAILABLE for calls that cannot be answered before the server has opened."""
-        if not self.done and scope not in AT_ONCE:
-            raise starting()
+        """Raise ServeError UNAVAILABLE for calls that cannot be answered yet."""
+        if scope in self.closed:
+            raise server_starting()
 
     def hold(self, endpoint: Endpoint, scope: Scope | None, refuse: Refuse) -> Endpoint:
-        """Return the endpoint; until the server has opened, `refuse` answers its calls."""
-        return endpoint if self.done or scope in AT_ONCE else HeldEndpoint(self, endpoint, refuse)
+        """Return the endpoint; until its scope is open, `refuse` answers its calls."""
+        return HeldEndpoint(self, endpoint, scope, refuse) if scope in self.closed else endpoint
 
 
 class HeldEndpoint:
-    """Decide for each call whether the server has opened. Calls with equal heads share the endpoint that
-    was looked up before, so the router cannot decide once."""
+    """Decide for each call whether its scope is open. Calls with equal heads share the endpoint that was
+    looked up before, so the router cannot decide once."""
 
-    __slots__ = ("_endpoint", "_opening", "_refuse")
+    __slots__ = ("_endpoint", "_opening", "_refuse", "_scope")
 
-    def __init__(self, opening: Opening, endpoint: Endpoint, refuse: Refuse) -> None:
+    def __init__(self, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse) -> None:
         self._opening = opening
         self._endpoint = endpoint
+        self._scope = scope
         self._refuse = refuse
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        if not self._opening.done:
-            self._refuse(call, starting())
+        if self._scope in self._opening.closed:
+            self._refuse(call, server_starting())
             return None
         call.head.endpoint = self._endpoint  # from now on without the detour
         return self._endpoint(call)
-
-
-def starting() -> ServeError:
-    text = "The server is starting: its models are loading"
-    return ServeError(Kind.UNAVAILABLE, text, retry_after_s=RETRY_AFTER_S, reason=Reason.SERVER_STARTING)

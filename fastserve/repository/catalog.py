@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-from fastserve.errors import ServeError
+from fastserve.errors import ServeError, server_starting
 from fastserve.repository.version import TRANSITIONS, Model, Version, VersionState
 from fastserve.util.rate_limited_log import run_all
 
@@ -24,6 +24,8 @@ class Catalog:
         self.on_change: list[Callable[[Version], None]] = []
         self.on_blame: list[Callable[[Model], None]] = []
         """Told of a model whose folder or config is at fault, or is so no more."""
+        self.starting: dict[str, bool] = {}
+        """Models that the start of the server has not loaded yet -> whether they may generate text."""
 
     def available(self, name: str, number: int | None = None) -> Version | None:
         """Return the available version of that number, or the highest one for None."""
@@ -39,6 +41,11 @@ class Catalog:
         """Return whether `available` finds a version that has a worker able to answer."""
         version = self.available(name, number)
         return version is not None and not version.down
+
+    def check_started(self, name: str) -> None:
+        """Raise ServeError UNAVAILABLE while the server's start has not loaded the model, or failed to."""
+        if name in self.starting:
+            raise server_starting(name)
 
     def blame(self, model: Model, error: ServeError | None) -> None:
         """Set why the model's folder or config cannot be used; None clears it."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Layout, ModelFolder, Override, is_model_name
@@ -22,7 +23,7 @@ from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.reconciler import NO_LABEL, Reconciler, VersionHooks
 from fastserve.repository.version import Version, VersionState
 from fastserve.settings import ModelEntry, RepositorySettings
-from fastserve.util.offload import cancel_all
+from fastserve.util.offload import cancel_all, gather_or_cancel
 
 
 def ensemble_needs(config: ModelConfig | None) -> dict[str, set[int | None]]:
@@ -123,6 +124,10 @@ class Repository:
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._reloading = asyncio.Lock()
+        self.on_listed: Callable[[], None] = lambda: None
+        """Called once in `open`, when the models that it loads are listed, before the first is loaded."""
+        self.on_settled: Callable[[str], None] = lambda name: None
+        """Called with each of these models once it is loaded, or has failed."""
         catalog.on_change.append(self._tend_dependants)
 
     @property
@@ -154,6 +159,7 @@ class Repository:
         found = await asyncio.to_thread(self._layout.scan)
         self._asked_for = set(found) if self._every else set(self._wanted)
         self._wanted = with_steps(self._wanted, found)  # as a load of an ensemble does
+        self._begin_start(found.values())
         problems = await self._apply(found.values(), eager=True)
         for name in sorted(self._wanted - set(found)):
             problems[name] = ["there is no such model in the repository"]
@@ -288,15 +294,42 @@ class Repository:
 
     async def _apply(self, folders: Iterable[ModelFolder], *, eager: bool = False) -> dict[str, list[str]]:
         wanted = [folder for folder in folders if self._is_wanted(folder.name)]
-        problems: dict[str, list[str]] = {}
+        applied: dict[str, asyncio.Task[list[str]]] = {}
         for wave in load_waves(wanted):
-            results = await asyncio.gather(*(self._apply_one(folder, eager=eager) for folder in wave))
-            problems |= {f.name: reasons for f, reasons in zip(wave, results, strict=True) if reasons}
-        return problems
+            before = dict(applied)
+            for folder in wave:
+                needs = [before[name] for name in ensemble_needs(folder.config) if name in before]
+                applied[folder.name] = asyncio.create_task(self._apply_after(needs, folder, eager=eager))
+        results = await gather_or_cancel(applied.values())
+        return {name: reasons for name, reasons in zip(applied, results, strict=True) if reasons}
+
+    async def _apply_after(
+        self, needs: Sequence[asyncio.Task[list[str]]], folder: ModelFolder, *, eager: bool
+    ) -> list[str]:
+        """Apply the folder once the models that it needs have been, and no sooner: others do not matter."""
+        if needs:
+            await asyncio.wait(needs)
+        return await self._apply_one(folder, eager=eager)
 
     async def _apply_one(self, folder: ModelFolder, *, eager: bool = False) -> list[str]:
-        async with self._lock(folder.name):
-            return await self._reconciler.apply(folder, eager=eager)
+        try:
+            async with self._lock(folder.name):
+                return await self._reconciler.apply(folder, eager=eager)
+        finally:
+            self._settle_start(folder.name)
+
+    def _begin_start(self, folders: Iterable[ModelFolder]) -> None:
+        """List the models that the start loads, and tell that they are known."""
+        for folder in folders:
+            if self._is_wanted(folder.name):
+                self.catalog.model(folder.name)
+                self.catalog.starting[folder.name] = _may_write(folder)
+        self.on_listed()
+
+    def _settle_start(self, name: str) -> None:
+        """Take the model off the list of those that the start has not loaded yet."""
+        if self.catalog.starting.pop(name, None) is not None:
+            self.on_settled(name)
 
     async def _end(self, name: str) -> None:
         async with self._lock(name):
@@ -388,6 +421,11 @@ class Repository:
                 Kind.UNAVAILABLE,
                 f"Models are loaded and unloaded on demand with model_control explicit; it is {control}.",
             )
+
+
+def _may_write(folder: ModelFolder) -> bool:
+    """Return whether the model may generate text; True for one whose config cannot be read."""
+    return folder.config is None or find_backend(folder.config.backend).takes == "text"
 
 
 def _may_come(folder: ModelFolder | None) -> bool:

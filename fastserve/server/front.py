@@ -262,10 +262,6 @@ class Front:
         spoken = self.dialects.get(dialect)
         return spoken is not None and spoken.hear(word)
 
-    def begin(self) -> None:
-        """Answer every call from now on, not only those about health."""
-        self.opening.done = True
-
     def renew_certificates(self) -> None:
         """Read the certificates' files now."""
         if self.certificates is not None:

@@ -22,7 +22,9 @@ def judge(catalog: Catalog, host: VersionLoader, *, strict: bool, may_be_empty: 
     """
     _look_at_workers(catalog, host)
     models = {
-        name: _judge_model(model, host) for name, model in sorted(catalog.models.items()) if _wanted(model)
+        name: _judge_model(model, host, starting=name in catalog.starting)
+        for name, model in sorted(catalog.models.items())
+        if name in catalog.starting or _wanted(model)
     }
     failed = [
         f"{name}: {state.reason}"
@@ -53,13 +55,13 @@ def _say_loading(model: Model, host: VersionLoader) -> str:
     return f"loading: {waits}" if waits else "loading"
 
 
-def _judge_model(model: Model, host: VersionLoader) -> ModelReadiness:
+def _judge_model(model: Model, host: VersionLoader, *, starting: bool) -> ModelReadiness:
     failed = LoadFailure.of(model.failed_at, model.error.message) if model.error else None
     latest = model.latest
     if latest is not None:
         alive, wanted = host.alive(latest), latest.config.instances
         return ModelReadiness(not latest.down, latest.down, alive, wanted, failed)
-    if _loading(model):
+    if starting or _loading(model):
         return ModelReadiness(False, _say_loading(model, host), failed=failed)
     errors = [v.error for v in model.versions.values() if v.error is not None]
     error = model.error or (errors[-1] if errors else None)

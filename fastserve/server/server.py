@@ -188,13 +188,17 @@ class Server:
         self.front.spread, self.fronts.hear = self.fronts.spread, self.front.hear
         self.fronts.on_silent = self._health_changed
         self._gauges = FrontGauges(self.registry)
-        self._draining = self._stop_asked = False
+        self._starting, self._draining, self._stop_asked = True, False, False
+        self.repository.on_listed = self.front.opening.list_models
         self._beat: asyncio.TimerHandle | None = None
         self.catalog.on_change.append(self._version_changed)
         self.catalog.on_blame.append(lambda model: self._health_changed())
 
     async def open(self) -> None:
-        """Listen, load the models, answer. Raises ConfigError, ServeError, OSError; all is stopped then."""
+        """Listen and load the models, each of which answers as soon as it is loaded.
+
+        Raises ConfigError, ServeError, OSError; all is stopped then.
+        """
         self._beat_on()
         try:
             shared = self.settings.frontends > 1
@@ -206,7 +210,8 @@ class Server:
         except BaseException:
             await self.drain(0)
             raise
-        self.front.begin()
+        self._starting = False
+        self.front.opening.finish()
         self._health_changed()
         await self.fronts.settle()  # every front answers by the time that the start is reported
         http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
@@ -258,7 +263,7 @@ class Server:
         )
         if found.ready and self.fronts.trouble:
             found = Readiness(False, self.fronts.trouble, found.models, ServerState.SERVING)
-        if not self.front.opening.done:
+        if self._starting:
             loading = "the server is starting: its models are loading"
             found = Readiness(False, loading, found.models, ServerState.STARTING)
         if self._draining:

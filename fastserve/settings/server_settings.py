@@ -287,7 +287,7 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """A version's batching_params.pbtxt (TensorFlow Serving's) says how it is batched."""
     wait_for_folders: bool = False
     """A base_path of `models` that is not there or holds no version is waited for."""
-    parallel_loads: Annotated[int, Meta(ge=1)] = 2
+    parallel_loads: Annotated[int, Meta(ge=1)] = 4
     """Versions loaded at the same time."""
     load_retries: Annotated[int, Meta(ge=0)] = 5
     """How often polling tries a failed version again while it is unchanged."""

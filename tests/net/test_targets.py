@@ -182,7 +182,9 @@ def test_what_a_scope_asks_for_is_seen_to_for_every_dialect(scope: Scope) -> Non
     assert answer_of(endpoint) == (
         (200, b"GET / ") if at_once else (503, b"The server is starting: its models are loading")
     )
-    opening.done = True
+    opening.list_models()
+    assert answer_of(endpoint)[0] == (503 if scope is Scope.ADMIN else 200)
+    opening.finish()
     assert answer_of(endpoint) == (200, b"GET / ")
     pipe = Pipe({"/": Router([One({})], opening).find("GET", "/")[0]})
     pipe.feed(b"GET / HTTP/1.1\r\nHost: a\r\nOrigin: http://evil.example\r\n\r\n")

@@ -16,6 +16,12 @@ from fastserve.repository.version import VersionState
 from fastserve.settings import ModelEntry, PolicyChoice
 from tests.repository.folders import Stage, remove_version, write_config, write_version
 
+PAIR = """platform: "ensemble"
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+ensemble_scheduling { step [ { model_name: "step" model_version: -1
+  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } ] }
+"""
 Scene = Callable[[Stage], Coroutine[Any, Any, None]]
 
 
@@ -331,6 +337,36 @@ def test_watching_finds_a_new_version_and_a_slow_load_holds_up_no_other_model(tm
             await asyncio.sleep(0.001)
 
     play(Stage(tmp_path, model_control="poll", poll_s=0.01), scene)
+
+
+def test_a_start_lists_its_models_first_and_an_ensemble_waits_for_its_own_steps_only(tmp_path: Path) -> None:
+    for name in ("slow", "step"):
+        write_config(tmp_path, name)
+        write_version(tmp_path, name, 1)
+    (tmp_path / "pair" / "1").mkdir(parents=True)
+    (tmp_path / "pair" / "config.pbtxt").write_text(PAIR)
+    stage = Stage(tmp_path, load_models=("slow", "pair"))
+    stage.hooks.gates["slow", 1] = gate = asyncio.Event()
+    told: list[object] = []
+    stage.repository.on_listed = lambda: told.append(dict(stage.catalog.starting))
+    stage.repository.on_settled = told.append
+
+    async def start() -> None:
+        opening = asyncio.ensure_future(stage.repository.open())
+        while stage.served("pair") != [1]:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        assert told == [{"slow": False, "step": False, "pair": False}, "step", "pair"]
+        stage.catalog.check_started("pair")
+        with pytest.raises(ServeError, match="The server is starting: model slow is loading") as caught:
+            stage.catalog.check_started("slow")
+        assert (caught.value.kind, caught.value.retry_after_s) == (Kind.UNAVAILABLE, 1.0)
+        gate.set()
+        await opening
+        assert (stage.served("slow"), stage.catalog.starting) == ([1], {})
+        await stage.repository.close()
+
+    asyncio.run(asyncio.wait_for(start(), 60))
 
 
 def test_closing_while_a_version_loads_ends_it(tmp_path: Path) -> None:

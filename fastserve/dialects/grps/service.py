@@ -89,6 +89,7 @@ class GrpsService(DialectService):
         """The available version of `name-version`; "" is the default. Raises ServeError."""
         found = self.look_up(name)
         if found is None:
+            self.check_started(name)
             if not name and not self._default:
                 raise invalid(NO_DEFAULT)
             raise UnknownModel(name or self._default)
@@ -112,6 +113,15 @@ class GrpsService(DialectService):
         if not number.isascii() or not number.isdigit() or len(number) > 18:
             return None
         return self.catalog.available(model, int(number))
+
+    def check_started(self, name: str) -> None:
+        """Raise ServeError UNAVAILABLE while the start has not loaded `name-version`, or `name`; "" is the
+        default."""
+        name = name or self._default
+        if not name and len(self.catalog.models) == 1:
+            name = next(iter(self.catalog.models))
+        for one in (name, name.rpartition("-")[0]):
+            self.catalog.check_started(one)
 
     def sooner_ns(self, received_ns: int, theirs_ns: int) -> int:
         """Return the sooner of this server's deadline and the client's, in ns; 0 is none."""
@@ -204,6 +214,7 @@ def describe_model(service: GrpsService, name: str) -> str:
     for model in (*listed, *_describe_catalog(service)):
         if name in (model["name"], f"{model['name']}-{model['version']}"):
             return dump(model)
+    service.check_started(name)
     raise ServeError(Kind.NOT_FOUND, "Model not found.")
 
 

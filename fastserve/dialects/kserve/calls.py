@@ -158,6 +158,7 @@ def _choose(catalog: Catalog, name: str, number: int | None) -> list[Version]:
     if not name:
         return [version for known in sorted(catalog.models) for version in catalog.models[known].available()]
     if name not in catalog.models or not catalog.models[name].available():
+        catalog.check_started(name)
         raise invalid(f"requested model '{name}' is not available")
     if number is None:
         return catalog.models[name].available()

@@ -42,10 +42,12 @@ def find_version(catalog: Catalog, target: Target) -> Version:
     if target.label is not None:
         version = catalog.labelled(target.name, target.label)
         if version is None:
+            catalog.check_started(target.name)
             raise invalid(f"Unrecognized servable version label: {target.label}")
         return version
     version = catalog.available(target.name, target.version)
     if version is None:
+        catalog.check_started(target.name)
         which = "Latest({})" if target.version is None else "Specific({}, {})"
         wanted = which.format(target.name, target.version)
         raise ServeError(Kind.NOT_FOUND, f"Servable not found for request: {wanted}")

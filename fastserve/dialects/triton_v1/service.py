@@ -147,6 +147,8 @@ class V1Service(DialectService):
         try:
             return self.served.of(find_version(self.catalog, model, number))
         except ServeError as fault:
+            if fault.reason is Reason.SERVER_STARTING:
+                raise
             made = V1UnknownModel if fault.kind is Kind.NOT_FOUND else ServeError
             raise made(Kind.UNAVAILABLE, fault.message) from None
 

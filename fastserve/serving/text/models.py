@@ -28,7 +28,7 @@ import msgspec
 from fastserve._ext.stop_strings import StopStrings, StopTable
 from fastserve.codec.text import Info, Record, TextNote
 from fastserve.engine import Engine
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, server_starting
 from fastserve.metrics.names import Traffic
 from fastserve.net.request import Call
 from fastserve.repository.catalog import Catalog
@@ -120,18 +120,21 @@ class TextModels:
         return name in self._catalog.models
 
     def only(self, *, embeds: bool = False) -> str:
-        """Return the only model that writes, or makes embeddings; "" where there is none, or several."""
+        """Return the only model that writes, or makes embeddings; "" where there is none, or several. Raises
+        ServeError UNAVAILABLE while the server starts."""
+        self._check_started()
         infos = {name: self.find(name).info for name in self.names()}
         found = [name for name, info in infos.items() if (info.embeds if embeds else info.writes)]
         return found[0] if len(found) == 1 else ""
 
     def find(self, name: str) -> TextModel:
         """Return the newest version of a model; for "" the default model, or the only one that writes.
-        Raises ServeError NOT_FOUND."""
+        Raises ServeError NOT_FOUND, UNAVAILABLE for one that the server's start has not loaded yet."""
         if not name:
             name = self._default or self._only()
         version = self._available(name)
         if version is None:
+            self._catalog.check_started(name)
             raise ServeError(Kind.NOT_FOUND, f"Model {name} not found.")
         return self.of(version)
 
@@ -148,7 +151,15 @@ class TextModels:
         if version.state is VersionState.AVAILABLE and self._engine.text_info(version) is not None:
             self.of(version).load()
 
+    def _check_started(self) -> None:
+        """Raise ServeError UNAVAILABLE while another text model may still come: which one is the only one is
+        not known yet."""
+        for name, may_write in self._catalog.starting.items():
+            if may_write:
+                raise server_starting(name)
+
     def _only(self) -> str:
+        self._check_started()
         found = self.names()
         names = [name for name in found if self.find(name).info.writes] or found
         if len(names) != 1:
