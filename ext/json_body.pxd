@@ -30,6 +30,7 @@ cdef struct Scan:
     int max_depth
     bint row_format
     bint columnar
+    bint exact                  # columnar, and every member is an input that is named once
     bint named                  # it has a signature_name ...
     bint name_is_string
     Text signature              # ... and this is it
@@ -61,6 +62,24 @@ cdef inline JsonFault read_body(Scan* s, const Rows* r) noexcept nogil:
                 break
             return JSON_MISSING_COMMA_OR_BRACE
     return judge_body(s, r)
+
+
+cdef inline JsonFault read_inputs(Scan* s) noexcept nogil:
+    # A body that is nothing but the object of all inputs by name.
+    cdef Cursor* c = &s.cursor
+    cdef JsonFault fault
+    s.columnar = s.exact = True
+    skip_mark(c)
+    skip_space(c)
+    if c.at == c.end:
+        return JSON_EMPTY
+    if peek(c) != c'{':
+        return BODY_NOT_OBJECT
+    fault = read_named(s, 0)
+    if fault != JSON_OK:
+        return fault
+    skip_space(c)
+    return JSON_OK if c.at == c.end else BODY_OTHER_FORM
 
 
 cdef inline JsonFault read_member(Scan* s) noexcept nogil:
@@ -203,6 +222,8 @@ cdef inline JsonFault read_input(Scan* s, int64_t row, int* found, int* next_inp
         return fault
     i = find_input(s, &key, next_input[0])
     again = i >= 0 and s.columns[i].seen == row + 1
+    if s.exact and (i < 0 or again):
+        return BODY_UNKNOWN_INPUT
     if s.columnar and (i < 0 or again):
         return skip_value(&s.cursor, 2, s.max_depth)
     if i < 0:

@@ -149,6 +149,46 @@ cdef class PredictReader:
         After a fault the contents of `out` are undefined. Raises ValueError when `out` has another
         size. The GIL is released for bodies above 16 KiB: the caller keeps both buffers alive.
         """
+        return self.fill(body, out, row_shape, rows, NULL, 0)
+
+    def count_member(self, body, tuple row_shape not None):
+        """How many rows a body {"NAME": [...]} of the one input holds, -1 where the member is a row without
+        the axis of rows, else 0: it is not for the fast path.
+
+        A guess as that of `count_rows`; `read_member` checks everything again.
+        """
+        cdef Py_buffer view
+        cdef Cursor cursor
+        cdef int64_t items = 0
+        cdef int64_t row_items = 1
+        cdef int opened = 0
+        cdef bytes name
+        for length in row_shape:
+            row_items *= length
+        if self.rows.item_bytes == 0 or row_items <= 0:
+            return 0
+        name = self.names[0][1]
+        PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+        cursor.at = <const uint8_t*>view.buf
+        cursor.end = cursor.at + view.len
+        if open_member(&cursor, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name)):
+            opened = count_brackets(&cursor, <int>len(row_shape) + 1)
+            items = count_commas(&cursor)
+        PyBuffer_Release(&view)
+        if opened > len(row_shape):
+            return items // row_items if items % row_items == 0 else 0
+        return -1 if opened and opened == len(row_shape) and items == row_items else 0
+
+    def read_member(self, body, out, tuple row_shape not None, Py_ssize_t rows):
+        """As `read_into`, of what `count_member` has counted."""
+        cdef bytes name = self.names[0][1]
+        if rows < 0:
+            row_shape, rows = row_shape[1:], row_shape[0]
+        return self.fill(body, out, row_shape, rows, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name))
+
+    cdef int fill(
+        self, body, out, tuple row_shape, Py_ssize_t rows, const char* name, Py_ssize_t name_bytes
+    ) except -1:
         cdef Py_buffer view
         cdef Py_buffer memory
         cdef Cursor cursor
@@ -166,9 +206,9 @@ cdef class PredictReader:
             cursor.end = cursor.at + view.len
             if view.len > GIL_BYTES:
                 with nogil:
-                    fault = read_rows(&cursor, &form, <uint8_t*>memory.buf)
+                    fault = read_form(&cursor, &form, name, name_bytes, <uint8_t*>memory.buf)
             else:
-                fault = read_rows(&cursor, &form, <uint8_t*>memory.buf)
+                fault = read_form(&cursor, &form, name, name_bytes, <uint8_t*>memory.buf)
             PyBuffer_Release(&view)
         finally:
             PyBuffer_Release(&memory)
@@ -176,6 +216,14 @@ cdef class PredictReader:
 
     def read(self, body):
         """Read any body of this signature. Raises JSONFault, MemoryError."""
+        return self.scan(body, False)
+
+    def read_inputs(self, body):
+        """Read a body that is nothing but the object of all inputs by name, {"x": [...]}: no other member, none
+        twice, nothing behind it. Raises JSONFault, MemoryError."""
+        return self.scan(body, True)
+
+    cdef PredictBody scan(self, body, bint exact):
         cdef Py_buffer view
         cdef Scan scan
         cdef JsonFault fault
@@ -186,9 +234,9 @@ cdef class PredictReader:
                 raise MemoryError
             if view.len > GIL_BYTES:
                 with nogil:
-                    fault = read_body(&scan, &self.rows)
+                    fault = read_inputs(&scan) if exact else read_body(&scan, &self.rows)
             else:
-                fault = read_body(&scan, &self.rows)
+                fault = read_inputs(&scan) if exact else read_body(&scan, &self.rows)
             if fault == JSON_NO_MEMORY:
                 raise MemoryError
             signature = signature_of(&scan)
@@ -209,6 +257,15 @@ cdef class PredictReader:
         for i in range(s.width):
             body.tensors[self.names[i][0]] = close_column(&s.columns[i])
         return body
+
+
+cdef inline JsonFault read_form(
+    Cursor* c, const Rows* r, const char* name, Py_ssize_t name_bytes, uint8_t* out
+) noexcept nogil:
+    # TF Serving's body of rows, or a body of one member of that name.
+    if name == NULL:
+        return read_rows(c, r, out)
+    return read_member_rows(c, r, name, name_bytes, out)
 
 
 cdef int64_t set_shape(Rows* r, tuple row_shape, int64_t rows) except -1:
@@ -236,7 +293,7 @@ cdef void open_scan(Scan* s, PredictReader reader, const Py_buffer* view) noexce
     s.inputs = reader.inputs
     s.width = <int>len(reader.names)
     s.max_depth = reader.max_depth
-    s.row_format = s.columnar = s.named = s.name_is_string = False
+    s.row_format = s.columnar = s.exact = s.named = s.name_is_string = False
     s.meaning = JSON_OK
     s.meaning_at = s.cursor.at
     s.columns = <Column*>calloc(s.width + 1, sizeof(Column))

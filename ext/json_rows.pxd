@@ -67,6 +67,25 @@ cdef inline bint open_rows(Cursor* c, const Rows* r, bint* named) noexcept nogil
     return take_exact(c, b'"instances"', 11) and take_spaced(c, c':') and take_spaced(c, c'[')
 
 
+cdef inline bint open_member(Cursor* c, const char* name, Py_ssize_t length) noexcept nogil:
+    # From the start of a body {"NAME": [...]} to its member's first bracket.
+    skip_mark(c)
+    if not take_spaced(c, c'{') or not take_spaced(c, c'"'):
+        return False
+    if not take_exact(c, name, length) or not take(c, c'"') or not take_spaced(c, c':'):
+        return False
+    skip_space(c)
+    return peek(c) == c'['
+
+
+cdef inline bint close_member(Cursor* c) noexcept nogil:
+    # Behind the member's rows: nothing but the brace may follow.
+    if not take_spaced(c, c'}'):
+        return False
+    skip_space(c)
+    return c.at == c.end
+
+
 cdef inline bint close_body(Cursor* c, const Rows* r, bint named) noexcept nogil:
     # Behind the rows: at most the signature may follow. What comes after the last brace is ignored.
     if not named and take_spaced(c, c','):
@@ -122,12 +141,36 @@ cdef inline JsonFault read_rows(Cursor* c, const Rows* r, uint8_t* out) noexcept
     return JSON_OK if close_body(c, r, named) else BODY_OTHER_FORM
 
 
+cdef inline JsonFault read_member_rows(
+    Cursor* c, const Rows* r, const char* name, Py_ssize_t length, uint8_t* out
+) noexcept nogil:
+    cdef JsonFault fault
+    if not open_member(c, name, length):
+        return BODY_OTHER_FORM
+    c.at += 1
+    fault = fill_rows(c, r, out)
+    if fault != JSON_OK:
+        return fault
+    return JSON_OK if close_member(c) else BODY_OTHER_FORM
+
+
+cdef inline int count_brackets(Cursor* c, int most) noexcept nogil:
+    # Lists that open one in another from here, `most` of them at most.
+    cdef Cursor ahead = c[0]
+    cdef int opened = 0
+    while opened < most and take_spaced(&ahead, c'['):
+        opened += 1
+    return opened
+
+
 cdef inline int64_t count_items(Cursor* c, const Rows* r) noexcept nogil:
-    # Commas up to the last bracket, and one: exact when the body is of the common form.
     cdef bint named = False
+    return count_commas(c) if open_rows(c, r, &named) else 0
+
+
+cdef inline int64_t count_commas(Cursor* c) noexcept nogil:
+    # Commas up to the last bracket, and one: the items, exactly when the body is of the common form.
     cdef const uint8_t* last = c.end
-    if not open_rows(c, r, &named):
-        return 0
     while last > c.at and (last - 1)[0] != c']':
         last -= 1
     return count_byte(c.at, last, c',') + 1

@@ -67,6 +67,7 @@ cdef extern from "reply_text.h" nogil:
     char* put_regressions(char* at, const Reply& reply) noexcept
     char* put_values(char* at, const Reply& reply) noexcept
     char* put_framed(char* at, const Reply& reply) noexcept
+    char* put_framed_values(char* at, const Reply& reply) noexcept
     TextFault size_predictions(const Reply& reply, int* which, int64_t* bound) noexcept
     TextFault size_outputs(const Reply& reply, int* which, int64_t* bound) noexcept
     TextFault size_results(const Reply& reply, int* which, int64_t* bound) noexcept
@@ -361,15 +362,51 @@ cdef class RowWriter:
                 raise WriterFault(FAULTS[fault], self.name, output.tensor.dtype)
             if PyBytes_GET_SIZE(head) == 0:
                 return write_text(reply, put_predictions, bound)
-            return write_framed(reply, bound, head)
+            return write_framed(reply, bound, head, put_framed)
+        finally:
+            PyBuffer_Release(&view)
+
+    def write_bare(self, data, int64_t rows, bytes head not None=b""):
+        """As `write`, of bare values: [[...], ...], or of one row without the axis of rows where `rows` is
+        -1."""
+        cdef NamedText output = self.output
+        cdef int64_t[MAX_RANK + 1] shape
+        cdef Py_buffer view
+        cdef Reply reply
+        cdef int which = 0
+        cdef int64_t bound = 0
+        cdef int axis
+        cdef TextFault fault
+
+        if rows >= 0:
+            if output.tensor.rank == MAX_RANK:
+                raise WriterFault(TOO_LARGE, self.name, MAX_RANK + 1, MAX_RANK)
+            shape[0] = rows
+            for axis in range(output.tensor.rank):
+                shape[axis + 1] = self.shape[axis]
+            output.tensor.shape = shape
+            output.tensor.rank += 1
+        reply.outputs = &output
+        reply.count = 1
+        reply.rows = 1
+        PyObject_GetBuffer(owned(data, output.tensor.dtype == DT_BYTES), &view, PyBUF_SIMPLE)
+        try:
+            output.tensor.data = <const uint8_t*>view.buf
+            output.tensor.bytes = view.len
+            fault = size_values(reply, &which, &bound)
+            if fault != TEXT_OK:
+                raise WriterFault(FAULTS[fault], self.name, output.tensor.dtype)
+            if PyBytes_GET_SIZE(head) == 0:
+                return write_text(reply, put_values, bound)
+            return write_framed(reply, bound, head, put_framed_values)
         finally:
             PyBuffer_Release(&view)
 
 
-cdef bytes write_framed(const Reply& reply, int64_t bound, bytes head):
+cdef bytes write_framed(const Reply& reply, int64_t bound, bytes head, PutReply put):
     cdef Framed framed
     framed.reply = reply
     framed.head = PyBytes_AS_STRING(head)
     framed.head_bytes = PyBytes_GET_SIZE(head)
     framed.bound = bound
-    return write_text(framed.reply, put_framed, bound + framed.head_bytes + LENGTH_LINE)
+    return write_text(framed.reply, put, bound + framed.head_bytes + LENGTH_LINE)

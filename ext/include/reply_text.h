@@ -210,15 +210,25 @@ struct Framed {
 
 // The body's length is known only once it is written: it is written behind room for as many digits
 // as its bound has, and moved when it turns out to have fewer.
-static char *put_framed(char *at, const Reply &reply)
+static char *put_framed_by(char *at, const Reply &reply, char *(*put_body)(char *, const Reply &))
 {
     const Framed &framed = reinterpret_cast<const Framed &>(reply);
     char line[24];
     at = put(put_bytes(at, framed.head, framed.head_bytes), "Content-Length: ");
     char *body = at + (put_integer(line, framed.bound) - line) + 4;
-    char *end = put_predictions(body, reply);
+    char *end = put_body(body, reply);
     char *fit = put(put_integer(at, end - body), "\r\n\r\n");
     if (fit != body)
         memmove(fit, body, end - body);
     return fit + (end - body);
+}
+
+static char *put_framed(char *at, const Reply &reply)
+{
+    return put_framed_by(at, reply, put_predictions);
+}
+
+static char *put_framed_values(char *at, const Reply &reply)
+{
+    return put_framed_by(at, reply, put_values);
 }

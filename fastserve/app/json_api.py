@@ -5,8 +5,7 @@
     POST /scale   {"x": [[1, 2, 3, 4], ...]}      200  [[3.0, ...], ...]
     POST /write   {"prompt": "Once"}              200  server-sent events, or a line of JSON for each part
 
-Free bodies go to the worker as they came and are read there. Arrays are read by the compiled reader, into the
-tensors that every API of the server takes.
+Free bodies go to the worker as they came and are read there. Arrays are read by `array_calls`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Any
 import msgspec
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
-from fastserve._ext.json_reader import Fault, JSONFault, PredictReader
-from fastserve._ext.json_writer import MODE_SHORTEST, WriterFault, write_string, write_values
+from fastserve.app.array_calls import ArrayFastPath, ArrayReader, write_arrays
 from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.net.access_control import Scope
 from fastserve.net.compression import inflate, inflate_offloaded
@@ -30,20 +28,16 @@ from fastserve.net.router import CANONICAL_STATUS, Route, Yields, retry_after
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import Dialect, DialectService, DialectSpec, HttpRoute, ServingContext
-from fastserve.serving.fast_path import PerVersion
+from fastserve.serving.fast_path import PathCache, PerVersion
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 from fastserve.serving.streams import Event, generate
-from fastserve.tensor import DTYPE_BY_CODE, DTYPES, Tensor
+from fastserve.tensor import DTYPES, Tensor
 
 BODY = "body"
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 LINES = b"application/jsonl"
 KINDS = ("script", "script_json", "script_stream")
-SIGNATURE = b"serving_default"
-MOST_EXPLAINED = 1 << 18
-"""Bytes of a body that is read once more for the name of the member that is wrong."""
-WORK = 8  # times the bytes of a body: strings and numbers of it become objects
 ROUTE = HttpRoute("call", "/NAME", {"POST": Scope.INFER})
 
 
@@ -99,15 +93,28 @@ class AppJson(Dialect):
 class AppEndpoint:
     """The endpoint of one path."""
 
-    __slots__ = ("_dialect", "_model", "_number", "service")
+    __slots__ = ("_dialect", "_fast", "_model", "_number", "service")
 
     def __init__(self, dialect: AppJson, found: str) -> None:
         self._dialect, self.service = dialect, dialect.service
         self._model, _, number = found.partition("/")
         self._number = int(number) if number else None
+        self._fast: PathCache[ArrayFastPath] = PathCache(self.service.keepers, self._open)
 
-    def __call__(self, call: Call) -> Coroutine[Any, Any, None]:
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         version = self.service.catalog.available(self._model, self._number)
+        fast = self._fast.path
+        if fast is None or fast.version is not version:
+            fast = self._fast.find(version)
+        if fast is not None and fast.start(call):
+            return None
+        return self._answer(call, version)
+
+    def _open(self, version: Version) -> ArrayFastPath | None:
+        """Return the fast path of a version; None for one without."""
+        return ArrayFastPath.open(self.service, version, self.refused)
+
+    def _answer(self, call: Call, version: Version | None) -> Coroutine[Any, Any, None]:
         if version is not None and version.config.backend == "script_stream":
             return self._stream(call, version)
         if version is not None and version.config.backend == "script":
@@ -243,73 +250,6 @@ class BodyCall(SlowRequest):
         self._endpoint.refused(self._call, fault)
 
 
-class ArrayReader:
-    """Reads and writes the JSON of a version's tensors."""
-
-    def __init__(self, version: Version) -> None:
-        self._batching, self._outputs = version.batching, list(version.outputs)
-        self._inputs = version.inputs
-        self._ranks = {name: None if s.shape is None else len(s.shape) for name, s in version.inputs.items()}
-        sides = [(name, spec.dtype.code) for name, spec in version.inputs.items()]
-        self._reader = PredictReader(sides, SIGNATURE, is_default=True)
-
-    def read(self, body: bytes | bytearray) -> tuple[dict[str, Tensor], bool]:
-        """Return the tensors of a body, and whether it is one row without the axis of rows. Raises
-        ServeError."""
-        try:
-            found = self._reader.read(b'{"inputs":%b}' % (bytes(body) or b"{}")).tensors
-        except JSONFault as fault:
-            raise invalid(self._explain(body, fault)) from None
-        tensors = {n: Tensor(DTYPE_BY_CODE[code], shape, data) for n, (code, shape, data) in found.items()}
-        single = self._batching and all(len(t.shape) == self._ranks[name] for name, t in tensors.items())
-        if single:
-            tensors = {n: Tensor(t.dtype, (1, *t.shape), t.data) for n, t in tensors.items()}
-        return tensors, single
-
-    def write(self, response: InferResponse, single: bool) -> bytes:
-        """Return the outputs as JSON: of several an object. Raises ServeError."""
-        texts = {}
-        try:
-            for name, tensor in response.outputs.items():
-                shape = tensor.shape[1:] if single else tensor.shape
-                texts[name] = write_values(tensor.data, tensor.dtype.code, shape, MODE_SHORTEST)
-        except WriterFault:
-            raise internal(f"output {name!r} cannot be written as JSON") from None
-        if len(self._outputs) == 1:
-            return texts[self._outputs[0]]
-        members = (b"%b:%b" % (write_string(name.encode()), texts[name]) for name in self._outputs)
-        return b"{%b}" % b",".join(members)
-
-    def _explain(self, body: bytes | bytearray, fault: JSONFault) -> str:
-        """Return what is wrong with a body, by the name of the member. Only small bodies are read again."""
-        short = f"the body cannot be read: {Fault(fault.code).name.lower().replace('_', ' ')}"
-        if len(body) > MOST_EXPLAINED:
-            return short
-        try:
-            document = msgspec.json.decode(body or b"{}")
-        except (msgspec.DecodeError, RecursionError):
-            return "the body is not JSON"
-        names = ", ".join(self._inputs)
-        if not isinstance(document, dict):
-            return f"the body does not fit: given a {type(document).__name__}, allowed: an object of {names}"
-        for name in document:
-            if name not in self._inputs:
-                return f"{name}: the model has no such input, allowed: {names}"
-        for name, spec in self._inputs.items():
-            if name not in document:
-                return f"{name}: missing, wanted: an array of {spec.dtype.name}"
-            try:
-                self._reader_of(name).read(b'{"inputs":%b}' % msgspec.json.encode(document[name]))
-            except JSONFault as one:
-                if one.code == Fault.RAGGED:
-                    return f"{name}: its lists differ in length"
-                return f"{name}: allowed: an array of {spec.dtype.name}"
-        return short
-
-    def _reader_of(self, name: str) -> PredictReader:
-        return PredictReader([(name, self._inputs[name].dtype.code)], SIGNATURE, is_default=True)
-
-
 class ArrayCall(SlowRequest):
     """One call of a function of arrays."""
 
@@ -322,14 +262,12 @@ class ArrayCall(SlowRequest):
     async def read(self) -> InferRequest:
         self.version = self._endpoint.find()
         body = await self._endpoint.read_body(self._call)
-        tensors, self._single = await self.service.offload(WORK * len(body), self._reader.read, body)
+        tensors, self._single = await self.service.offload(len(body), self._reader.read, body)
         return InferRequest(tensors, request_id=self._call.request_id)
 
     async def write(self, response: InferResponse) -> None:
-        text = await self.service.offload(
-            WORK * response.nbytes, partial(self._reader.write, response, self._single)
-        )
-        self._call.reply(200, text, JSON)
+        write = partial(write_arrays, response, list(self.version.outputs), single=self._single)
+        self._call.reply(200, await self.service.offload(response.nbytes, write), JSON)
 
     def refused(self, fault: ServeError) -> None:
         self._endpoint.refused(self._call, fault)

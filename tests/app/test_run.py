@@ -193,6 +193,34 @@ def test_arrays_by_rows_and_by_row(app: RunningApp) -> None:
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        b'{"x": [1, 2, 3, 4]}}',
+        b'{"x": [1, 2, 3, 4]}, "y": 1',
+        b'{"x": [1, 2, 3, 4]} {"x": [1, 2, 3, 4]}',
+        b'{"x": [1, 2, 3, 4], "x": [1, 2, 3, 4]}',
+        b'{"x": [1, 2, 3, 4]',
+        b'{"x": [1, 2, 3, 4],}',
+    ],
+)
+def test_a_body_is_one_object_and_nothing_more(app: RunningApp, body: bytes) -> None:
+    assert app.refusal("/scale", raw=body)[0] == 400
+    assert app.post("/scale", raw=b' { "x" : [1, 2, 3, 4] } \n')[2] == b"[3.0, 6.0, 9.0, 12.0]"
+
+
+def test_both_paths_answer_alike(app: RunningApp) -> None:
+    """A member `x` written with an escape is not for the fast path."""
+    rows = np.random.default_rng(1).standard_normal((5, 4)).astype(np.float32)
+    for text in (json.dumps(rows.tolist()), json.dumps(rows[0].tolist()), json.dumps(rows[:1].tolist())):
+        fast, slow = (
+            app.post("/scale", raw=form % text.encode()) for form in (b'{"x":%b}', b'{"\\u0078":%b}')
+        )
+        assert fast == slow
+        assert fast[0] == 200
+        np.testing.assert_allclose(json.loads(fast[2]), np.array(json.loads(text), np.float32) * 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"x": [1, 2, 3]}, "'x'"),

@@ -293,3 +293,95 @@ def test_memory_is_bounded() -> None:
         "assert grown * 1024 < 10 * len(body), grown"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+MEMBERS = [
+    '{"x":%s}',
+    ' { "x" : %s } ',
+    '\ufeff{"x":%s}\n',
+    '{"x":%s,"y":1}',
+    '{"x":%s,"x":%s}',
+    '{"x":%s}}',
+    '{"x":%s},"y":1',
+    '{"y":%s}',
+    '{"x":%s',
+    "[%s]",
+]
+NUMBERS = {"float32": (int, float), "int64": (int,)}
+
+
+def object_of(text: bytes, names: set[str]) -> dict[str, Any] | None:
+    """The twin of `read_inputs`: the members, once each, of a body that is one object of these names."""
+    try:
+        pairs = json.loads(text.decode("utf-8-sig"), object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        return None
+    named = isinstance(pairs, list) and bool(pairs) and all(isinstance(pair, tuple) for pair in pairs)
+    return dict(pairs) if named and sorted(name for name, _ in pairs) == sorted(names) else None
+
+
+@examples(300)
+@given(
+    st.sampled_from(MEMBERS),
+    st.sampled_from(["float32", "int64"]),
+    st.lists(st.sampled_from([0, 1, 2, 3]), max_size=2).map(tuple),
+    st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3).map(tuple),
+    st.data(),
+)
+def test_members_alone_agree_with_the_twin(
+    form: str, dtype: str, row_shape: Any, shape: Any, data: st.DataObject
+) -> None:
+    array = np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+    text = form.replace("%s", json.dumps(array.tolist()))
+    body = data.draw(broken(st.just(text)))
+    reader, twin = reader_of({"x": dtype}), object_of(body, {"x"})
+    with at_edge(body) as view:
+        try:
+            (_, got_shape, memory) = reader.read_inputs(view).tensors["x"]
+        except JSONFault:
+            assert twin is None or not is_tensor(twin["x"], dtype)
+            got_shape, memory = None, b""
+        else:
+            assert twin is not None
+            made = np.array(twin["x"], dtype)
+            assert (got_shape, memory) == (made.shape, made.tobytes())
+        rows = reader.count_member(view, row_shape)
+        assert -1 <= rows <= len(body)
+        if rows == 0:
+            return
+        whole = row_shape if rows < 0 else (rows, *row_shape)
+        out = bytearray(int(np.prod(whole)) * DTYPES[dtype].item_bytes)
+        if reader.read_member(view, out, row_shape, rows) == 0:
+            assert (got_shape, memory) == (whole, bytes(out))
+
+
+def is_tensor(value: Any, dtype: str) -> bool:
+    try:
+        made = np.array(value, object)
+    except ValueError:
+        return False
+    return bool(made.size == 0 or all(type(item) in NUMBERS[dtype] for item in made.reshape(-1)))
+
+
+@pytest.mark.parametrize("form", MEMBERS[:3])
+@pytest.mark.parametrize("shape", [(1, 4), (3, 784), (1000,), (2, 5, 7, 3)])
+def test_common_members_are_taken_by_read_member(form: str, shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    body = (form % json.dumps(array.tolist())).encode()
+    out, reader = np.zeros_like(array), reader_of({"x": "float32"})
+    assert reader.count_member(body, shape[1:]) == shape[0]
+    assert reader.read_member(body, out, shape[1:], shape[0]) == 0
+    np.testing.assert_array_equal(out, array)
+    out[:] = 0
+    assert reader.count_member(body, shape) == -1
+    assert reader.read_member(body, out, shape, -1) == 0
+    np.testing.assert_array_equal(out, array)
+
+
+def test_two_inputs_are_read_by_name_once_each() -> None:
+    reader = reader_of({"x": "int32", "y": "bytes"})
+    got = reader.read_inputs(b'{"y": ["a"], "x": [1]}').tensors
+    assert (got["x"][1], got["y"][1]) == ((1,), (1,))
+    for body in (b'{"x":[1]}', b'{"x":[1],"y":["a"],"x":[1]}', b'{"x":[1],"y":["a"]}{}', b"", b"[]"):
+        with pytest.raises(JSONFault):
+            reader.read_inputs(body)

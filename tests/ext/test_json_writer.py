@@ -218,6 +218,11 @@ def test_row_writer(array: np.ndarray[Any, Any], name: str, mode: int) -> None:
     body = oracle.predictions([(name, array)], mode)
     assert rows.write(memory, 3) == body
     assert rows.write(memory, 3, b"H\r\n") == b"H\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    for several, whole in ((rows, 3), (RowWriter(name, code, shape, mode), -1)):
+        bare = several.write_bare(memory, whole)
+        assert bare == write_values(memory, code, shape, mode, as_bytes=name.endswith("_bytes"))
+        framed = b"H\r\nContent-Length: %d\r\n\r\n%b" % (len(bare), bare)
+        assert several.write_bare(memory, whole, b"H\r\n") == framed
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 50, 70, 90, 100, 900, 1000, 1400, 50_000])
@@ -287,6 +292,15 @@ def test_a_dtype_without_elements_is_no_fault() -> None:
 def test_row_writer_refuses_other_sizes(rows: int) -> None:
     with pytest.raises(WriterFault):
         RowWriter("y", DTYPES["float32"].code, (3,)).write(bytes(12), rows)
+    if rows >= 0:
+        with pytest.raises(WriterFault):
+            RowWriter("y", DTYPES["float32"].code, (3,)).write_bare(bytes(12), rows)
+
+
+def test_row_writer_refuses_an_axis_too_many() -> None:
+    assert RowWriter("y", 12, (1,) * 63).write_bare(bytes(4), 1).count(b"[") == 64
+    with pytest.raises(WriterFault):
+        RowWriter("y", 12, (1,) * 64).write_bare(bytes(4), 1)
 
 
 def test_results_need_rows() -> None:
