@@ -25,9 +25,9 @@ def part():  # type: ignore[no-untyped-def]
     slot = worker.take()
 
     def turn() -> int:
-        worker.send_part(slot, 0, worker.lease(BYTES), BYTES, False)
+        worker.send_part(slot, 0, worker.allocate_slab(BYTES), BYTES, False)
         ((_, found),) = front.drain()
-        front.return_lease(found[3])
+        front.free_slab(found[3])
         return found[4]
 
     return turn

@@ -18,12 +18,12 @@ def ring():  # type: ignore[no-untyped-def]
     front, worker = BatchRing(memory, front=0), BatchRing(memory, worker=0)
 
     def turn() -> tuple[int, int]:
-        place = front.reserve(1)
-        front.commit(place, 1)
+        lease = front.reserve(1)
+        front.commit(lease, 1)
         worker.publish(worker.take())
         found = front.drain()
-        front.release(place, 1)
-        return place >> 16, found[0][0]
+        front.release(lease, 1)
+        return lease >> 16, found[0][0]
 
     return turn
 

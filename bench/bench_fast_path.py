@@ -23,8 +23,8 @@ def nothing(*given: Any) -> None: ...
 def test_in_and_out(benchmark: Any, of: Any) -> None:
     arena = Arena.create(Geometry(8, ROWS, (16,), (16,), 0, 0, 1, 1, False))
     ring, worker = arena.ring(front=0), arena.ring(worker=0)
-    names = ("kick_soon", "watch", "settle", "failure", "undelivered", "cancel")
-    queue = type("Queue", (of.Pendings,), dict.fromkeys(names, nothing))(ring, 8)
+    names = ("wake_soon", "watch", "settle", "failure", "undelivered", "cancel")
+    queue = type("Queue", (of.TicketTable,), dict.fromkeys(names, nothing))(ring, 8)
     queue.room = SimpleNamespace(anyone=False)
     path = type("Path", (of.Lifecycle,), {"respond": nothing, "refuse": nothing})(
         queue, ValueError, (nothing, nothing, nothing, nothing), None, 0, False

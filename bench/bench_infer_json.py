@@ -1,4 +1,4 @@
-"""V2 requests to memory, against orjson + numpy. bench_infer_frame has those that are as one before."""
+"""V2 requests to memory, against orjson + numpy. bench_request_template has those that are as one before."""
 
 import numpy as np
 import orjson

@@ -10,12 +10,12 @@ import pytest
 from fastserve._ext.message_ring import MessageRing, ring_bytes
 
 
-def ring(bell: int = -1):  # type: ignore[no-untyped-def]
-    end = MessageRing(mmap.mmap(-1, ring_bytes(64)), 64, bell)
+def ring(doorbell: int = -1):  # type: ignore[no-untyped-def]
+    end = MessageRing(mmap.mmap(-1, ring_bytes(64)), 64, doorbell)
 
     def turn() -> int:
         end.push(kind=1, slot=2, seq=3, value=4)
-        if bell >= 0:
+        if doorbell >= 0:
             end.wait(-1)
         message = end.pop()
         return message[3] if message else 0

@@ -16,7 +16,7 @@ POOL = SlabPool.create(mmap.mmap(-1, slab.pool_bytes(1024)), 1024)
 
 
 def ours():  # type: ignore[no-untyped-def]
-    offset = POOL.lease(256 * ROW, 1)
+    offset = POOL.allocate(256 * ROW, 1)
     out = POOL.view(offset, 256 * ROW)
     slab.copy_rows(out, DATA.reshape(-1), rows=256, row_bytes=ROW, out_stride=ROW, data_stride=4096)
     POOL.release(offset)
@@ -31,6 +31,6 @@ def test_strided_rows(benchmark, way):  # type: ignore[no-untyped-def]
 
 
 def test_lease_and_release(benchmark):  # type: ignore[no-untyped-def]
-    benchmark.pedantic(lambda: POOL.release(POOL.lease(5000, 1)), rounds=20, iterations=5000)
+    benchmark.pedantic(lambda: POOL.release(POOL.allocate(5000, 1)), rounds=20, iterations=5000)
     assert POOL.used() == 0
     assert benchmark.disabled or benchmark.stats["min"] < 1e-6

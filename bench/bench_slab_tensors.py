@@ -7,12 +7,12 @@ import pytest
 
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena, Geometry
-from fastserve.workers.arrays import open_desk
+from fastserve.workers.arrays import open_slab_codec
 from tests.oracles import slab_tensors as plain
 
 ARENA = Arena.create(Geometry(4, 8, (), (), slab_pages=64, max_delay_ns=0, workers=1, fronts=1))
 RING = ARENA.ring(worker=0)
-DESK = open_desk(ARENA, RING)
+DESK = open_slab_codec(ARENA, RING)
 NUMBERS = np.arange(16, dtype=np.int32).reshape(1, 16)
 ENTRIES = [(number, DTYPES["int32"].code, (1, 16), NUMBERS.tobytes()) for number in range(2)]
 
@@ -20,7 +20,7 @@ ENTRIES = [(number, DTYPES["int32"].code, (1, 16), NUMBERS.tobytes()) for number
 def ours():  # type: ignore[no-untyped-def]
     offset, nbytes = DESK.put(ENTRIES)
     found = [array for _, _, _, array in DESK.arrays(offset, nbytes)[0]]
-    RING.return_lease(offset)
+    RING.free_slab(offset)
     return found
 
 

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from fastserve._ext import text_tokens
-from fastserve._ext.text_tokens import Frames, Hole, Token
+from fastserve._ext.text_tokens import EventTemplate, Placeholder, Token
 from tests.oracles import text_tokens as oracle
 
 WORDS = [" the", " earth", " and", " heaven", ".", " God", "\n", " said", ",", " light"]
 RECORDS = [(i, 0, 4321, b"") for i in range(len(WORDS))]
 FORM = (
-    *(b'data: {"prefill_time":', Hole.PREFILL, b',"decode_time":', Hole.DECODE),
-    *(b',"token":{"id":', Hole.ID, b',"text":', Hole.TEXT, b"}}\n\n"),
+    *(b'data: {"prefill_time":', Placeholder.PREFILL, b',"decode_time":', Placeholder.DECODE),
+    *(b',"token":{"id":', Placeholder.ID, b',"text":', Placeholder.TEXT, b"}}\n\n"),
 )
 encode = msgspec.json.Encoder().encode
 
@@ -47,7 +47,7 @@ def test_ten_tokens(benchmark: Any, of: Any) -> None:
     assert [token.text for token in tokens] == WORDS
 
 
-@pytest.mark.parametrize("write", [Frames(FORM).write, by_msgspec], ids=["compiled", "msgspec"])
+@pytest.mark.parametrize("write", [EventTemplate(FORM).write, by_msgspec], ids=["compiled", "msgspec"])
 def test_ten_events(benchmark: Any, write: Any) -> None:
     written = benchmark(write, tokens_by(text_tokens))
     assert msgspec.json.decode(written.split(b"\n\n")[1][6:])["token"] == {"id": 1, "text": " earth"}

@@ -21,13 +21,13 @@ def ring():  # type: ignore[no-untyped-def]
     memory = mmap.mmap(-1, batch_ring.measure(**shape))
     batch_ring.format_arena(memory, **shape)
     bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    front, worker = BatchRing(memory, front=0, own_bell=bell), BatchRing(memory, worker=0)
+    front, worker = BatchRing(memory, front=0, own_doorbell=bell), BatchRing(memory, worker=0)
     reader = TokenReader(memory, front=0)
-    sender = TokenSender(memory, worker=0, front_bells=[bell])
+    sender = TokenSender(memory, worker=0, front_doorbells=[bell])
     for n in range(SEQUENCES):
-        place = front.reserve(1)
-        reader.listen(place >> 16, front.attach_slab(place, front.lease(64), 64), n)
-        front.commit(place, 1)
+        lease = front.reserve(1)
+        reader.listen(lease >> 16, front.attach_slab(lease, front.allocate_slab(64), 64), n)
+        front.commit(lease, 1)
     rids = [sender.admit(worker.take()) for _ in range(SEQUENCES)]
 
     def step():  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""An arena's geometry, checked and measured, for whoever makes one. Header only."""
+"""An arena's geometry, checked and measured, for the process that creates it. Header only."""
 
 from libc.stdint cimport uint64_t
 from libc.string cimport memset

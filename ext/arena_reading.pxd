@@ -19,8 +19,8 @@ cdef inline dict read_moves(tuple states, tuple events):
     return table
 
 
-cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved, uint32_t most):
-    """(first row, rows, input slab offset, bytes) of the first `most` places somebody waits for."""
+cdef inline list read_leases(const Arena* arena, Slot* slot, uint32_t reserved, uint32_t most):
+    """(first row, rows, input slab offset, bytes) of the first `most` leases somebody waits for."""
     cdef Row* rows = rows_of(slot)
     cdef uint32_t r = 0, count = 0
     cdef uint64_t slab
@@ -29,7 +29,7 @@ cdef inline list read_places(const Arena* arena, Slot* slot, uint32_t reserved, 
         if rows[r].state == ROW_COMMITTED or rows[r].state == ROW_ANSWERED:
             count += 1
             slab = rows[r].in_offset        # its own, or somebody wrote over the table
-            if slab and slab_owner(&arena.slabs, slab) != place_owner(rows[r].tag):
+            if slab and slab_owner(&arena.slabs, slab) != lease_owner(rows[r].tag):
                 slab = 0
             found.append((r, rows[r].rows, slab, rows[r].in_bytes))
         r += row_span(arena, rows, r)

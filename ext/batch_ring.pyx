@@ -1,13 +1,13 @@
-"""The batch ring: places for rows in batches that several processes fill and workers run.
+"""The batch ring: leases for rows in batches that several processes fill and workers run.
 
-    front:   place = ring.reserve(2)             rows 5 and 6 of slot 0, say
-             ring.input_rows(place, 2, 0)[:] = ...      written in place, no copy later
-             ring.commit(place, 2); ring.kick()
+    front:   lease = ring.reserve(2)             rows 5 and 6 of slot 0, say
+             ring.input_rows(lease, 2, 0)[:] = ...      written in place, no copy later
+             ring.commit(lease, 2); ring.wake_workers()
     worker:  slot = ring.take();  ...run...;  ring.publish(slot)
-    front:   for slot, seq in ring.drain(): ...ring.output_rows(place, 2, 0)...; ring.release(place, 2)
+    front:   for slot, seq in ring.drain(): ...ring.output_rows(lease, 2, 0)...; ring.release(lease, 2)
 
 The memory and the state machine are in include/arena.h, slots.h and runs.h, what guards a front in claims.h; this module
-only makes them callable. Views are borrowed until the place is committed (inputs) or released (outputs).
+only makes them callable. Views are borrowed until the lease is committed (inputs) or released (outputs).
 """
 
 from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
@@ -20,7 +20,7 @@ from arena_layout cimport lay_out, slab_pages_bytes
 from arena_reading cimport *
 from slot_verbs cimport *
 
-FULL, OVER = PLACE_FULL, PLACE_OVER
+FULL, OVER = LEASE_FULL, LEASE_OVER
 PART, RECORDS = -2, -3
 STATES = ("free", "claimed", "open", "sealed", "ready", "running", "done")
 TALLIES = ("success", "queue", "compute_input", "compute_infer", "compute_output", "REJECTED", "CANCELED", "BACKEND", "OTHER")
@@ -60,17 +60,17 @@ cdef class BatchRing:
     cdef readonly int front, worker, inputs, outputs
     cdef uint32_t owner                 # of slabs: us
     cdef readonly uint32_t slots, max_rows
-    cdef int own_bell, control
-    cdef int[MAX_WORKERS] worker_bells
-    cdef int[MAX_FRONTS] front_bells
-    cdef bint news                      # rows were settled since the last kick
+    cdef int own_doorbell, control
+    cdef int[MAX_WORKERS] worker_doorbells
+    cdef int[MAX_FRONTS] front_doorbells
+    cdef bint wake_due                      # rows were settled since the last wake_workers()
     cdef public bint line               # others wait for a slot: who comes now goes behind them
     cdef Claims claims                  # what shared memory cannot tell; in lent memory tests can turn it back
     cdef object lent_claims
     cdef uint64_t turn_ns               # since when rows committed in this turn of the loop wait
 
-    def __init__(self, uint8_t[::1] memory not None, *, int front=-1, int worker=-1, int own_bell=-1,
-                 worker_bells=(), front_bells=(), int control=-1, uint64_t[::1] claims=None):
+    def __init__(self, uint8_t[::1] memory not None, *, int front=-1, int worker=-1, int own_doorbell=-1,
+                 worker_doorbells=(), front_doorbells=(), int control=-1, uint64_t[::1] claims=None):
         cdef int i
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]):
             raise ValueError("this memory holds no arena of this version")
@@ -79,14 +79,14 @@ cdef class BatchRing:
         self.lent_claims = None if claims is None else claims.base
         if not claims_open(&self.arena, &self.claims, <uint64_t*>NULL if claims is None else &claims[0], int.from_bytes(urandom(8), "little")):
             raise MemoryError
-        self.memory, self.front, self.worker, self.own_bell, self.control = memory, front, worker, own_bell, control
+        self.memory, self.front, self.worker, self.own_doorbell, self.control = memory, front, worker, own_doorbell, control
         self.slots, self.max_rows, self.arena.front = self.arena.slots, self.arena.max_rows, max(front, 0)
         self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
         self.owner = self.arena.owner = worker_owner(&self.arena, worker) if worker >= 0 else 1 + front
         for i in range(MAX_WORKERS):
-            self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
+            self.worker_doorbells[i] = worker_doorbells[i] if i < len(worker_doorbells) else -1
         for i in range(MAX_FRONTS):
-            self.front_bells[i] = front_bells[i] if i < len(front_bells) else -1
+            self.front_doorbells[i] = front_doorbells[i] if i < len(front_doorbells) else -1
 
     def __dealloc__(self):
         if self.lent_claims is None:
@@ -95,104 +95,104 @@ cdef class BatchRing:
     # --- fronts ---------------------------------------------------------------------------------
 
     def reserve(self, uint32_t rows, bint first=False) -> int:
-        """A place for 1..max_rows rows; FULL without a free slot or behind others (unless `first` of them), OVER: too many wait."""
+        """A lease for 1..max_rows rows; FULL without a free slot or behind others (unless `first` of them), OVER: too many wait."""
         if rows < 1 or rows > self.max_rows:
             raise ValueError(f"a place has 1..{self.max_rows} rows, not {rows}")
-        cdef int64_t place = FULL if self.line and not first else place_reserve(&self.arena, rows, self.front)
-        if place >= 0 and not claim_rows(&self.arena, &self.claims, place, rows):
-            claim_refuse(&self.arena, place, rows)      # a worker has freed rows that we hold: not these, then
-            place = FULL
-        if self.arena.ready:    # a batch these rows did not fit in: no kick may come
-            self.tell()
-        return place
+        cdef int64_t lease = FULL if self.line and not first else lease_reserve(&self.arena, rows, self.front)
+        if lease >= 0 and not claim_rows(&self.arena, &self.claims, lease, rows):
+            claim_refuse(&self.arena, lease, rows)      # a worker has freed rows that we hold: not these, then
+            lease = FULL
+        if self.arena.ready:    # a batch these rows did not fit in: wake_workers() may not be called
+            self.notify()
+        return lease
 
-    def commit(self, int64_t place, uint32_t rows) -> None:
-        """The rows are written; kick() when no more are coming right now."""
-        self.check(place, rows)
+    def commit(self, int64_t lease, uint32_t rows) -> None:
+        """The rows are written; wake_workers() when no more are coming right now."""
+        self.check(lease, rows)
         if self.turn_ns == 0:       # one look at the clock a turn, and the batch's own where it has just looked
-            self.turn_ns = monotonic_ns() if place & 0xffff else slot_at(&self.arena, <uint32_t>(place >> 16)).first_ns
-        place_commit(&self.arena, place, rows, self.turn_ns, claim_of(&self.arena, &self.claims, place))
-        self.news = True
+            self.turn_ns = monotonic_ns() if lease & 0xffff else slot_at(&self.arena, <uint32_t>(lease >> 16)).first_ns
+        lease_commit(&self.arena, lease, rows, self.turn_ns, claim_of(&self.arena, &self.claims, lease))
+        self.wake_due = True
 
-    def backdate(self, int64_t place, uint64_t queued_ns) -> None:
-        """The request of a committed place has waited since then, in a queue before this one; 0: it is no request."""
-        self.check(place, 1)
-        claim_row(&self.arena, place).queued_ns = queued_ns
+    def backdate(self, int64_t lease, uint64_t queued_ns) -> None:
+        """The request of a committed lease has waited since then, in a queue before this one; 0: it is no request."""
+        self.check(lease, 1)
+        claim_row(&self.arena, lease).queued_ns = queued_ns
 
-    def abandon(self, int64_t place, uint32_t rows) -> None:
+    def abandon(self, int64_t lease, uint32_t rows) -> None:
         """The rows will not be written, or not run; a slab of theirs is given back."""
-        self.check(place, rows)
-        claim_row(&self.arena, place).tag = claim_of(&self.arena, &self.claims, place)
-        claim_end(&self.arena, &self.claims, place, 0)
-        place_give_back(&self.arena, place, rows)
-        self.news = True
+        self.check(lease, rows)
+        claim_row(&self.arena, lease).tag = claim_of(&self.arena, &self.claims, lease)
+        claim_end(&self.arena, &self.claims, lease, 0)
+        lease_give_back(&self.arena, lease, rows)
+        self.wake_due = True
 
-    def drop(self, int64_t place, uint32_t rows, uint32_t end=0) -> bool:
-        """Nobody waits for these rows any more. True: it is counted as `end`, if any; forget the place. False: release it when its batch is done."""
-        self.check(place, rows)
-        cdef uint64_t queued_ns = claim_row(&self.arena, place).queued_ns
-        if claim_stands(&self.arena, &self.claims, place) and not place_drop(&self.arena, place, rows):
+    def drop(self, int64_t lease, uint32_t rows, uint32_t end=0) -> bool:
+        """Nobody waits for these rows any more. True: it is counted as `end`, if any; forget the lease. False: release it when its batch is done."""
+        self.check(lease, rows)
+        cdef uint64_t queued_ns = claim_row(&self.arena, lease).queued_ns
+        if claim_stands(&self.arena, &self.claims, lease) and not lease_drop(&self.arena, lease, rows):
             return False
         if end:
             self.count(end, since_ns(queued_ns, monotonic_ns()))
-        claim_end(&self.arena, &self.claims, place, LEFT)
+        claim_end(&self.arena, &self.claims, lease, LEFT)
         return True
 
-    def release(self, int64_t place, uint32_t rows) -> None:
-        """The outputs have been read. Slabs of the place are released with it."""
-        self.check(place, rows)
-        if claim_stands(&self.arena, &self.claims, place):
-            place_release(&self.arena, place, rows)
-        claim_end(&self.arena, &self.claims, place, 0)
+    def release(self, int64_t lease, uint32_t rows) -> None:
+        """The outputs have been read. Slabs of the lease are released with it."""
+        self.check(lease, rows)
+        if claim_stands(&self.arena, &self.claims, lease):
+            lease_release(&self.arena, lease, rows)
+        claim_end(&self.arena, &self.claims, lease, 0)
 
-    def seal(self, int64_t place) -> None:
-        """Close the place's batch to further rows, whatever the delay."""
-        self.check(place, 1)
-        slot_seal(&self.arena, <uint32_t>(place >> 16))
-        self.tell()
+    def seal(self, int64_t lease) -> None:
+        """Close the lease's batch to further rows, whatever the delay."""
+        self.check(lease, 1)
+        slot_seal(&self.arena, <uint32_t>(lease >> 16))
+        self.notify()
 
-    def kick(self) -> None:
-        """Wake sleeping workers if something was settled since the last kick. Once per loop turn."""
-        if self.news:
-            self.news, self.turn_ns = False, 0
-            self.tell()
+    def wake_workers(self) -> None:
+        """Wake sleeping workers if something was settled since the last call. Once per loop turn."""
+        if self.wake_due:
+            self.wake_due, self.turn_ns = False, 0
+            self.notify()
 
-    cdef void tell(self) noexcept nogil:
-        tell_workers(&self.arena, self.worker_bells)
+    cdef void notify(self) noexcept nogil:
+        notify_workers(&self.arena, self.worker_doorbells)
 
-    def kick_all(self) -> None:
+    def wake_all_workers(self) -> None:
         """Every worker looks for work and at its control socket."""
-        tell_all_workers(&self.arena, self.worker_bells)
+        notify_all_workers(&self.arena, self.worker_doorbells)
 
     def drain(self) -> list:
-        """Slots done since the last call, as (slot, seq). (-1, 0) asks to look at every place still waited for;
-        (PART, (slot, seq, row, slab offset, bytes, final)) is one part of an answer to a place of ours, and so is its slab;
+        """Slots done since the last call, as (slot, seq). (-1, 0) asks to look at every lease still waited for;
+        (PART, (slot, seq, row, slab offset, bytes, final)) is one part of an answer to a lease of ours, and so is its slab;
         (RECORDS, (slab offset, bytes)) are tokens for a TokenReader, who gives the slab back."""
         cdef uint32_t w
-        cdef FrontDesk* desk = &self.arena.header.front[self.front]
+        cdef FrontFlags* flags = &self.arena.header.front[self.front]
         found = []
-        bell_clear(self.own_bell)
-        desk_exchange(&desk.rung, 0)
+        doorbell_clear(self.own_doorbell)
+        flag_exchange(&flags.rung, 0)
         for w in range(self.arena.workers):
             read_ring(&self.arena, &self.claims, w, self.owner, ring_of(&self.arena, w, self.front), found)
-        if desk_exchange(&desk.rescan, 0):
+        if flag_exchange(&flags.rescan, 0):
             found.append((-1, 0))
         return found
 
-    def count_part(self, int64_t place) -> None:
-        """One more part of a place still waited for has been read: its worker may send another."""
-        self.check(place, 1)
-        cdef Row* row = claim_row(&self.arena, place)
-        desk_exchange(&row.parts_read, row.parts_read + 1)
+    def count_part(self, int64_t lease) -> None:
+        """One more part of a lease still waited for has been read: its worker may send another."""
+        self.check(lease, 1)
+        cdef Row* row = claim_row(&self.arena, lease)
+        flag_exchange(&row.parts_read, row.parts_read + 1)
 
     def is_done(self, uint32_t slot, uint64_t seq) -> bool:
         """Whether that opening of the slot has been published."""
         return self.slot(slot).seq == seq and word_state(load64(&slot_at(&self.arena, slot).word)) == SLOT_DONE
 
-    def answered(self, int64_t place, uint32_t rows) -> int:
-        """1 when the outputs of a place whose batch is done are its own, 2 when it failed by itself, 0 when shared memory was damaged."""
-        self.check(place, rows)
-        return claim_answered(&self.arena, &self.claims, place, rows) * (2 if claim_row(&self.arena, place).status else 1)
+    def answered(self, int64_t lease, uint32_t rows) -> int:
+        """1 when the outputs of a lease whose batch is done are its own, 2 when it failed by itself, 0 when shared memory was damaged."""
+        self.check(lease, rows)
+        return claim_answered(&self.arena, &self.claims, lease, rows) * (2 if claim_row(&self.arena, lease).status else 1)
 
     def failure(self, uint32_t slot) -> tuple | None:
         """(kind, text) when the whole batch failed, else None."""
@@ -201,10 +201,10 @@ cdef class BatchRing:
             return None
         return s.status, s.error[:min(s.error_bytes, <uint32_t>ERROR_BYTES)].decode("utf-8", "replace")
 
-    def place_status(self, int64_t place) -> int:
-        """0, or the kind of this place's own failure; its text is then in its output slab."""
-        self.check(place, 1)
-        return claim_row(&self.arena, place).status
+    def lease_status(self, int64_t lease) -> int:
+        """0, or the kind of this lease's own failure; its text is then in its output slab."""
+        self.check(lease, 1)
+        return claim_row(&self.arena, lease).status
 
     def times_ns(self, uint32_t slot) -> tuple:
         """(first row reserved, taken, run started, run ended, done), CLOCK_MONOTONIC."""
@@ -224,17 +224,17 @@ cdef class BatchRing:
         """The number of the slot's present opening."""
         return self.slot(slot).seq
 
-    def input_rows(self, int64_t place, uint32_t rows, int column):
-        """Writable bytes of the place's rows in an input column."""
-        return self.view(place, rows, self.arena.input_offset[self.column(column, self.inputs)], self.arena.input_row_bytes[column], PyBUF_WRITE)
+    def input_rows(self, int64_t lease, uint32_t rows, int column):
+        """Writable bytes of the lease's rows in an input column."""
+        return self.view(lease, rows, self.arena.input_offset[self.column(column, self.inputs)], self.arena.input_row_bytes[column], PyBUF_WRITE)
 
-    def output_rows(self, int64_t place, uint32_t rows, int column):
-        """Bytes of the place's rows in an output column."""
-        return self.view(place, rows, self.arena.output_offset[self.column(column, self.outputs)], self.arena.output_row_bytes[column], PyBUF_READ)
+    def output_rows(self, int64_t lease, uint32_t rows, int column):
+        """Bytes of the lease's rows in an output column."""
+        return self.view(lease, rows, self.arena.output_offset[self.column(column, self.outputs)], self.arena.output_row_bytes[column], PyBUF_READ)
 
-    cdef object view(self, int64_t place, uint32_t rows, uint64_t at, uint64_t row_bytes, int flags):
-        self.check(place, rows)
-        cdef char* start = <char*>slot_at(&self.arena, <uint32_t>(place >> 16)) + at + (place & 0xffff) * row_bytes
+    cdef object view(self, int64_t lease, uint32_t rows, uint64_t at, uint64_t row_bytes, int flags):
+        self.check(lease, rows)
+        cdef char* start = <char*>slot_at(&self.arena, <uint32_t>(lease >> 16)) + at + (lease & 0xffff) * row_bytes
         return PyMemoryView_FromMemory(start, rows * row_bytes, flags)
 
     cdef inline int column(self, int column, int count) except -1:
@@ -242,9 +242,9 @@ cdef class BatchRing:
             raise IndexError(f"column {column} of {count}")
         return column
 
-    cdef inline int check(self, int64_t place, uint32_t rows) except -1:
-        if place < 0 or (place >> 16) >= self.slots or (place & 0xffff) + rows > self.max_rows:
-            raise IndexError(f"no place {place} of {rows} rows")
+    cdef inline int check(self, int64_t lease, uint32_t rows) except -1:
+        if lease < 0 or (lease >> 16) >= self.slots or (lease & 0xffff) + rows > self.max_rows:
+            raise IndexError(f"no place {lease} of {rows} rows")
         return 0
 
     cdef inline Slot* slot(self, uint32_t slot) except NULL:
@@ -265,7 +265,7 @@ cdef class BatchRing:
         cdef int64_t slot
         cdef int why = 0
         with nogil:
-            slot = take_or_wait(&self.arena, self.worker, self.own_bell, self.control, spin_ns, longest_ns, &why)
+            slot = take_or_wait(&self.arena, self.worker, self.own_doorbell, self.control, spin_ns, longest_ns, &why)
         return self.mark_taken(<uint32_t>slot) if slot >= 0 else -2 if why & 2 else -1
 
     cdef int64_t mark_taken(self, uint32_t slot):
@@ -282,9 +282,9 @@ cdef class BatchRing:
         cdef uint64_t w = load64(&self.slot(slot).word)
         return min(word_reserved(w), self.max_rows) if self.worker < 0 else claims_ran(&self.arena, &self.claims, slot)[0]
 
-    def places(self, uint32_t slot, uint32_t most=0xffffffff) -> list:
-        """(first row, rows, input slab offset, bytes) of each place somebody waits for, or of the first so many."""
-        return read_places(&self.arena, self.slot(slot), self.batch_rows(slot), most)
+    def leases(self, uint32_t slot, uint32_t most=0xffffffff) -> list:
+        """(first row, rows, input slab offset, bytes) of each lease somebody waits for, or of the first so many."""
+        return read_leases(&self.arena, self.slot(slot), self.batch_rows(slot), most)
 
     def start_run(self, uint32_t slot) -> None:
         """Mark the moment the backend begins."""
@@ -313,41 +313,41 @@ cdef class BatchRing:
         s.error_bytes = len(encoded)
         s.status = kind
 
-    def answer_place(self, uint32_t slot, uint32_t row, uint32_t status, uint64_t offset, uint32_t nbytes) -> None:
-        """Attach the output slab of one place; it changes hands with publish()."""
+    def answer_lease(self, uint32_t slot, uint32_t row, uint32_t status, uint64_t offset, uint32_t nbytes) -> None:
+        """Attach the output slab of one lease; it changes hands with publish()."""
         cdef Row* at = rows_of(self.slot(slot)) + min(row, self.max_rows - 1)
-        release_slab(&self.arena, &at.out_offset, at.tag)   # of a worker that died after answering this place
+        release_slab(&self.arena, &at.out_offset, at.tag)   # of a worker that died after answering this lease
         at.status, at.out_offset, at.out_bytes = status, offset, nbytes
         if offset:
-            slab_give(&self.arena.slabs, offset, self.owner, place_owner(at.tag))
+            slab_give(&self.arena.slabs, offset, self.owner, lease_owner(at.tag))
 
     def publish(self, uint32_t slot) -> bool:
         """The batch is done: tell every front that waits. False when this worker does not hold it."""
         # Under the GIL: another thread may be sending a part through the same one-writer ring.
         cdef uint64_t freed, seq = self.slot(slot).seq
         cdef uint64_t fronts = slot_publish(&self.arena, slot, self.worker, claims_ran(&self.arena, &self.claims, slot)[0], &freed)
-        tell_done(&self.arena, self.worker, fronts, self.front_bells, slot, seq)
-        ask_to_look(&self.arena, self.front_bells, freed)
+        notify_done(&self.arena, self.worker, fronts, self.front_doorbells, slot, seq)
+        request_rescan(&self.arena, self.front_doorbells, freed)
         return fronts != 0
 
     # --- workers whose answers come in parts: the batch stays theirs until the last part ---
 
     def waits(self, uint32_t slot, uint32_t row) -> bool:
-        """Whether somebody still waits for this place of a batch this worker runs."""
-        return desk_load(&rows_of(self.slot(slot))[min(row, self.max_rows - 1)].state) == ROW_COMMITTED
+        """Whether somebody still waits for this lease of a batch this worker runs."""
+        return flag_load(&rows_of(self.slot(slot))[min(row, self.max_rows - 1)].state) == ROW_COMMITTED
 
     def parts_read(self, uint32_t slot, uint32_t row) -> int:
-        """How many parts of this place's answer the front has taken."""
+        """How many parts of this lease's answer the front has taken."""
         return parts_taken(&self.arena, slot % self.slots, row)
 
     def send_part(self, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final) -> bool:
-        """One part of a place's answer, in a slab of this worker's (0: none), which changes hands. False: no
+        """One part of a lease's answer, in a slab of this worker's (0: none), which changes hands. False: no
         room in the ring now, the slab is still ours."""
         self.check(<int64_t>slot << 16 | row, 1)
-        return part_send(&self.arena, self.worker, self.owner, self.front_bells, slot, row, offset, nbytes, final)
+        return part_send(&self.arena, self.worker, self.owner, self.front_doorbells, slot, row, offset, nbytes, final)
 
     def keep_inputs(self, uint32_t slot, uint32_t row) -> int:
-        """Take a place's input slab over, for a model that still looks at it; its offset, to be returned later."""
+        """Take a lease's input slab over, for a model that still looks at it; its offset, to be returned later."""
         self.check(<int64_t>slot << 16 | row, 1)
         return part_keep_inputs(&self.arena, self.owner, slot, row)
 
@@ -369,9 +369,9 @@ cdef class BatchRing:
                 slot_publish(&self.arena, i, worker, self.max_rows, &freed)
                 failed += 1
         life_end(&self.arena, worker % self.arena.workers)
-        desk_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
-        ask_to_look(&self.arena, self.front_bells, ~<uint64_t>0)    # it may have died between publishing and telling them
-        self.kick_all()                                             # or been woken for what another must now take
+        flag_exchange(&self.arena.header.worker[worker].asleep, AWAKE)
+        request_rescan(&self.arena, self.front_doorbells, ~<uint64_t>0)    # it may have died between publishing and telling them
+        self.wake_all_workers()                                             # or been woken for what another must now take
         return retried, failed
 
     def fail_ready(self, uint32_t kind, str text) -> int:
@@ -390,7 +390,7 @@ cdef class BatchRing:
             self.fail(<uint32_t>slot, kind, text)
             fronts = slot_publish(&self.arena, <uint32_t>slot, NO_WORKER - 1, self.max_rows, &freed)
             failed += 1
-            ask_to_look(&self.arena, self.front_bells, fronts | freed)
+            request_rescan(&self.arena, self.front_doorbells, fronts | freed)
         return failed
 
     def reclaim_front(self, uint32_t front) -> int:
@@ -399,7 +399,7 @@ cdef class BatchRing:
         for i in range(self.slots):
             touched += slot_reclaim(&self.arena, i, front)
         front_reclaim(&self.arena, front)
-        self.kick_all()     # it may have died between making a batch ready and waking a worker for it
+        self.wake_all_workers()     # it may have died between making a batch ready and waking a worker for it
         return touched
 
     def lost(self) -> list:
@@ -410,16 +410,16 @@ cdef class BatchRing:
         """Let the batch go on without rows that were lost. False when it has ended meanwhile."""
         if slot >= self.slots or not slot_forgive(&self.arena, slot, generation, rows):
             return False
-        self.tell()
+        self.notify()
         return True
 
     # --- slabs ----------------------------------------------------------------------------------
 
-    def lease(self, uint64_t nbytes) -> int:
+    def allocate_slab(self, uint64_t nbytes) -> int:
         """Offset of a slab of at least nbytes bytes, 0 when there is no room."""
-        return slab_lease(&self.arena.slabs, nbytes, self.owner) if self.arena.slabs.pages else 0
+        return slab_allocate(&self.arena.slabs, nbytes, self.owner) if self.arena.slabs.pages else 0
 
-    def return_lease(self, uint64_t offset) -> None:
+    def free_slab(self, uint64_t offset) -> None:
         """Give a slab back."""
         slab_release(&self.arena.slabs, offset)
 
@@ -433,21 +433,21 @@ cdef class BatchRing:
             raise ValueError("not the bytes of a leased slab")
         return PyMemoryView_FromMemory(<char*>self.arena.slabs.base + offset, nbytes, PyBUF_WRITE if writable else PyBUF_READ)
 
-    def attach_slab(self, int64_t place, uint64_t offset, uint32_t nbytes, uint64_t level=0) -> int:
-        """A reserved place's inputs are in this slab, released with it. Its tag. A batch of one goes by `level`, then by its age."""
-        self.check(place, 1)
-        self.slot(<uint32_t>(place >> 16)).seq += level << 56
-        cdef Row* row = claim_row(&self.arena, place)
-        row.tag, row.in_offset, row.in_bytes = claim_of(&self.arena, &self.claims, place), offset, nbytes
-        slab_give(&self.arena.slabs, offset, self.owner, place_owner(row.tag))
-        return claim_of(&self.arena, &self.claims, place)
+    def attach_slab(self, int64_t lease, uint64_t offset, uint32_t nbytes, uint64_t level=0) -> int:
+        """A reserved lease's inputs are in this slab, released with it. Its tag. A batch of one goes by `level`, then by its age."""
+        self.check(lease, 1)
+        self.slot(<uint32_t>(lease >> 16)).seq += level << 56
+        cdef Row* row = claim_row(&self.arena, lease)
+        row.tag, row.in_offset, row.in_bytes = claim_of(&self.arena, &self.claims, lease), offset, nbytes
+        slab_give(&self.arena.slabs, offset, self.owner, lease_owner(row.tag))
+        return claim_of(&self.arena, &self.claims, lease)
 
-    def answer_slab(self, int64_t place) -> tuple:
-        """(offset, bytes) of the outputs of a place, (0, 0) when there are none."""
-        self.check(place, 1)
-        cdef Row* row = claim_row(&self.arena, place)
+    def answer_slab(self, int64_t lease) -> tuple:
+        """(offset, bytes) of the outputs of a lease, (0, 0) when there are none."""
+        self.check(lease, 1)
+        cdef Row* row = claim_row(&self.arena, lease)
         cdef uint64_t offset = row.out_offset
-        if offset == 0 or slab_owner(&self.arena.slabs, offset) != place_owner(claim_of(&self.arena, &self.claims, place)):
+        if offset == 0 or slab_owner(&self.arena.slabs, offset) != lease_owner(claim_of(&self.arena, &self.claims, lease)):
             return 0, 0
         return offset, row.out_bytes
 

@@ -1,7 +1,7 @@
 """The moving parts of the fast path and of the queue it goes through: what runs for each request, and no more.
 
     Lifecycle.start   reserve -> fill -> hold -> submit          or False, having left no trace
-    Pendings.finish   answered? -> Lifecycle.answer: read -> write -> release -> count, or refuse, or fail
+    TicketTable.finish   answered? -> Lifecycle.answer: read -> write -> release -> count, or refuse, or fail
 
 The classes are bases: fastserve/serving/fast_path.py and engine/batch_queue.py say the rest, which seldom runs.
 What was two dozen Python frames a request is C between the calls to the ring, the prepared request and the exchange;
@@ -21,14 +21,14 @@ cdef int64_t TICK_NS = 25_000_000
 DEADLINE_TICK_NS = TICK_NS
 
 
-cdef class Pending:
-    """One place somebody waits for; `context` is the submitter's own. Calling it cancels it.
+cdef class Ticket:
+    """One lease somebody waits for; `context` is the submitter's own. Calling it cancels it.
 
     `done` is None once it was called, or cancelled.
     """
 
     cdef readonly object queue
-    cdef readonly int64_t place, deadline_ns
+    cdef readonly int64_t lease, deadline_ns
     cdef readonly int64_t submitted_ns          # CLOCK_MONOTONIC; 0 of what no Lifecycle has submitted
     cdef readonly uint32_t rows
     cdef public object done, context
@@ -37,87 +37,87 @@ cdef class Pending:
         self.queue.cancel(self)
 
 
-cdef class Pendings:
+cdef class TicketTable:
     """Who waits for an answer from which slot. A subclass has `ring`, `room`, and what to do in turns of its loop:
-    kick_soon, watch, settle, failure, own_fault, undelivered."""
+    wake_soon, watch, settle, failure, own_fault, undelivered."""
 
     cdef public object ring, room
     cdef public int64_t submitted               # so far
     cdef public int64_t waiting                 # submitted, and not yet answered or cancelled
     cdef public int64_t unreleased              # answers handed out whose memory is still read
-    cdef public list by_slot                    # of Pending
+    cdef public list by_slot                    # of Ticket
     cdef public list seqs                       # which opening of the slot they are in
-    cdef public object kicking                  # the handle of what will wake the workers
+    cdef public object wake_handle                  # the handle of what will wake the workers
     cdef public int64_t alarm_ns                # when deadlines are looked at; 0: nobody looks
     cdef public int64_t due_ns                  # no deadline is before it; 0 while nobody has one
     cdef public list idle                       # futures of who waits until nobody waits
 
     def __init__(self, ring, slots: int) -> None:
-        self.ring, self.room, self.kicking = ring, None, None
+        self.ring, self.room, self.wake_handle = ring, None, None
         self.by_slot, self.seqs, self.idle = [[] for _ in range(slots)], [0] * slots, []
 
-    def submit(self, int64_t place, uint32_t rows, done, int64_t deadline_ns=0, context=None):
-        """The place's inputs are written: let it run. Workers are woken at the end of this loop turn,
+    def submit(self, int64_t lease, uint32_t rows, done, int64_t deadline_ns=0, context=None):
+        """The lease's inputs are written: let it run. Workers are woken at the end of this loop turn,
         so that what arrives together runs together."""
-        cdef Pending pending = Pending.__new__(Pending)
-        cdef Py_ssize_t slot = <Py_ssize_t>(place >> 16)
-        pending.queue, pending.place, pending.rows, pending.deadline_ns = self, place, rows, deadline_ns
-        pending.done, pending.context = done, context
+        cdef Ticket ticket = Ticket.__new__(Ticket)
+        cdef Py_ssize_t slot = <Py_ssize_t>(lease >> 16)
+        ticket.queue, ticket.lease, ticket.rows, ticket.deadline_ns = self, lease, rows, deadline_ns
+        ticket.done, ticket.context = done, context
         cdef list waiting_here = <list?>self.by_slot[slot]
         if not waiting_here:
             self.seqs[slot] = self.ring.seq(slot)
-        waiting_here.append(pending)
+        waiting_here.append(ticket)
         try:
-            self.ring.commit(place, rows)
+            self.ring.commit(lease, rows)
         except BaseException:
-            waiting_here.remove(pending)
+            waiting_here.remove(ticket)
             raise
         self.waiting += 1
         self.submitted += 1
-        if self.kicking is None:
-            self.kick_soon()
+        if self.wake_handle is None:
+            self.wake_soon()
         if deadline_ns:
             self.due_ns = min(deadline_ns, self.due_ns) if self.due_ns else deadline_ns
             if not self.alarm_ns or deadline_ns + TICK_NS < self.alarm_ns:
                 self.watch()
-        return pending
+        return ticket
 
-    def release(self, Pending pending not None) -> None:
-        """The outputs of an answered pending have been read."""
-        self.ring.release(pending.place, pending.rows)
+    def release(self, Ticket ticket not None) -> None:
+        """The outputs of an answered ticket have been read."""
+        self.ring.release(ticket.lease, ticket.rows)
         self.unreleased -= 1
         if self.idle or self.room.anyone:
             self.settle()
 
     def finish(self, Py_ssize_t slot) -> None:
-        """The slot's batch is done: everybody who waits for it is told, each exactly once."""
+        """The slot's batch is done: answer every ticket that waits for it, exactly once."""
         cdef list waiting_here = <list?>self.by_slot[slot]
-        cdef Pending pending
+        cdef Ticket ticket
         self.by_slot[slot] = []
         error = self.failure(slot)
         self.unreleased += len(waiting_here)
-        for pending in waiting_here:
-            done, fault = pending.done, error
-            pending.done = None
+        for ticket in waiting_here:
+            done, fault = ticket.done, error
+            ticket.done = None
             if fault is None:
-                end = self.ring.answered(pending.place, pending.rows)
+                end = self.ring.answered(ticket.lease, ticket.rows)
                 if end != 1:
-                    fault = self.own_fault(pending.place, end)
+                    fault = self.own_fault(ticket.lease, end)
             if fault is not None or done is None:
-                self.release(pending)
+                self.release(ticket)
             if done is not None:
-                self.tell(done, pending, fault)
+                self.deliver(done, ticket, fault)
         if self.idle or self.room.anyone:
             self.settle()
 
-    def tell(self, done, Pending pending not None, error) -> None:
+    def deliver(self, done, Ticket ticket not None, error) -> None:
         """Nobody's fault may cost the others of the batch their answers."""
         self.waiting -= 1
         try:
             if isinstance(done, Lifecycle):
-                (<Lifecycle>done).answer(pending, error)
+                (<Lifecycle>done).answer(ticket, error)
             else:
-                done(pending, error)
+                done(ticket, error)
         except Exception:
             self.undelivered()
 
@@ -132,12 +132,12 @@ cdef class Lifecycle:
     cdef readonly object decoded
     cdef bint replies
 
-    def __init__(self, queue, refusals: type, meters: tuple, answered, bint replies=False) -> None:
-        """`meters`: what counts a request, and what observes how long it, its reading and its writing took;
+    def __init__(self, queue, refusals: type, metrics: tuple, answered, bint replies=False) -> None:
+        """`metrics`: what counts a request, and what observes how long it, its reading and its writing took;
         `answered` is called with the prepared request, how long it took, and how long it waited for its batch
         and ran; None: nobody wants to know."""
         self.queue, self.refusals, self.replies = queue, refusals, replies
-        self.counted, self.duration, self.decoded, self.encoded = meters
+        self.counted, self.duration, self.decoded, self.encoded = metrics
         self.answered = answered
 
     def start(self, exchange, prepared, source, request_id=None, int64_t deadline_ns=0) -> bool:
@@ -169,7 +169,7 @@ cdef class Lifecycle:
         return True
 
     cpdef tuple fill(self, prepared, source, request_id):
-        """A place with the inputs written; None when there is none, or they cannot be."""
+        """A lease with the inputs written; None when there is none, or they cannot be."""
         layout, rows = prepared.layout_in, prepared.rows
         reserved = layout.reserve(rows, prepared.note(request_id)) if prepared.noted else layout.reserve(rows)
         if reserved is None:
@@ -187,12 +187,12 @@ cdef class Lifecycle:
         """Let it run; gives back what was reserved and held when that fails."""
         cdef int64_t received_ns = exchange.received_ns
         cdef int64_t now_ns = <int64_t>monotonic_ns()
-        cdef Pending pending
+        cdef Ticket ticket
         self.decoded(now_ns - received_ns)
         try:
             if (<tuple?>reserved[2])[0]:
                 prepared.layout_in.settle(reserved)
-            pending = self.queue.submit(
+            ticket = self.queue.submit(
                 reserved[0], prepared.rows, self, deadline_ns, (exchange, prepared, request_id, held)
             )
         except BaseException:
@@ -200,21 +200,21 @@ cdef class Lifecycle:
             if held is not None:
                 held.close()
             raise
-        pending.submitted_ns = now_ns
-        exchange.on_gone = pending if held is None else Leaving(pending, held)
+        ticket.submitted_ns = now_ns
+        exchange.on_gone = ticket if held is None else Leaving(ticket, held)
 
-    cdef answer(self, Pending pending, error):
-        exchange, prepared, request_id, held = <tuple?>pending.context
-        exchange.on_gone = None     # and with it the circle exchange -> pending -> exchange
+    cdef answer(self, Ticket ticket, error):
+        exchange, prepared, request_id, held = <tuple?>ticket.context
+        exchange.on_gone = None     # and with it the circle exchange -> ticket -> exchange
         later = None
         try:
             if error is None:
                 try:
                     try:
-                        later = self.write(exchange, prepared, pending, request_id, held)
+                        later = self.write(exchange, prepared, ticket, request_id, held)
                     finally:
                         if later is None:
-                            self.queue.release(pending)
+                            self.queue.release(ticket)
                 except self.refusals as fault:
                     error = fault
             if error is not None:
@@ -225,24 +225,24 @@ cdef class Lifecycle:
             if held is not None and later is None:
                 held.close()
         if later is not None:
-            self.answer_later(pending, later)
+            self.answer_later(ticket, later)
 
-    cdef write(self, exchange, prepared, Pending pending, request_id, held):
+    cdef write(self, exchange, prepared, Ticket ticket, request_id, held):
         """Write the answer; what is too large for one turn of the loop is a coroutine that does it."""
         cdef uint64_t began_ns = monotonic_ns()
         if self.replies:
-            later = self.reply(exchange, prepared, pending, request_id, held)
+            later = self.reply(exchange, prepared, ticket, request_id, held)
         else:
-            found = prepared.layout_out.read(pending.place, pending.rows)
+            found = prepared.layout_out.read(ticket.lease, ticket.rows)
             writer = None if found is None else prepared.writers.get((<tuple?>found)[0])
             if writer is None and found is not None:
                 writer = prepared.add_writer((<tuple>found)[0])
             if writer is None:      # strings, outputs nobody declared, parameters, one request's error
-                later = self.respond(exchange, prepared, pending, request_id, held)
+                later = self.respond(exchange, prepared, ticket, request_id, held)
             else:
                 later = prepared.write(exchange, writer, (<tuple>found)[1], request_id, held)
         if later is None:
-            self.count(exchange, prepared, began_ns, <int64_t>began_ns - pending.submitted_ns)
+            self.count(exchange, prepared, began_ns, <int64_t>began_ns - ticket.submitted_ns)
         return later
 
     cpdef count(self, exchange, prepared, uint64_t began_ns, int64_t ran_ns=0):
@@ -265,30 +265,30 @@ cdef class Columns:
         self.ring, self.columns = ring, columns
 
     def reserve(self, uint32_t rows, bytes note=b""):
-        """A place, memory for its rows in each column, and no slab; None when there is no room."""
-        place = self.ring.reserve(rows)
-        if <int64_t>place < 0:
+        """A lease, memory for its rows in each column, and no slab; None when there is no room."""
+        lease = self.ring.reserve(rows)
+        if <int64_t>lease < 0:
             return None
         try:
-            return place, [self.ring.input_rows(place, rows, column) for column in self.columns], NO_SLAB
+            return lease, [self.ring.input_rows(lease, rows, column) for column in self.columns], NO_SLAB
         except BaseException:       # no memory for a view: rows that nobody gives back would stop the batch
-            self.abandon((place, (), NO_SLAB), rows)
+            self.abandon((lease, (), NO_SLAB), rows)
             raise
 
-    def read(self, place, uint32_t rows):
+    def read(self, lease, uint32_t rows):
         """The rows, which are all that tells one answer from another, and views of the outputs."""
-        return rows, [self.ring.output_rows(place, rows, column) for column in self.columns]
+        return rows, [self.ring.output_rows(lease, rows, column) for column in self.columns]
 
 
 cdef class Leaving:
     """What a client does that leaves while something is held for it."""
 
-    cdef Pending pending
+    cdef Ticket ticket
     cdef object held
 
-    def __cinit__(self, Pending pending not None, held):
-        self.pending, self.held = pending, held
+    def __cinit__(self, Ticket ticket not None, held):
+        self.ticket, self.held = ticket, held
 
     def __call__(self) -> None:
-        self.pending.queue.cancel(self.pending)
+        self.ticket.queue.cancel(self.ticket)
         self.held.close()

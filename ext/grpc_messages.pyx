@@ -74,7 +74,7 @@ cdef class MessageReader:
         return self.prefixed > 0
 
     def __getbuffer__(self, Py_buffer* view, int flags):
-        """Room for what is missing of the message under way: whoever writes into it says so by `placed`, and lets go of
+        """Room for what is missing of the message under way: its writer says so by `placed`, and lets go of
         it before anything else is done here."""
         if self.body is NULL:
             PyBuffer_FillInfo(view, self, &self.prefix[0], 0, 0, flags)

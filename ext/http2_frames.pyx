@@ -3,7 +3,7 @@
     reader = FrameReader(most_frame=1 << 20, most_block=65536, most_parts=16)
     for kind, flags, stream, payload, value in reader.read(scratch, nbytes): ...
 
-READ_EVENTS frames are told at once, and no more: a read of 256 KiB holds thirty thousand empty ones. `left` says how
+READ_EVENTS frames are returned at once, and no more: a read of 256 KiB holds thirty thousand empty ones. `left` says how
 many of its bytes were not looked at; they are given again. Sizes, padding, places and the order of frames are checked
 here (include/http2_frames.h); what a stream may do, and HPACK, are not known. Header blocks come whole, DATA in the pieces it was received in. A payload of
 BORROWED_BYTES and more is a memoryview of what was read: valid until the next read.
@@ -92,7 +92,7 @@ cdef class FrameReader:
     cdef readonly uint32_t diverted     # the stream whose body it is, 0: nobody's
     cdef char* room                     # of its memory, while a read goes on
     cdef Py_ssize_t room_bytes
-    cdef uint32_t filled, told, counted # DATA put into it by this read, how much of it was told, what of the rest counts
+    cdef uint32_t filled, reported, counted # DATA put into it by this read, how much of it was told, what of the rest counts
 
     def __cinit__(self, uint32_t most_frame, uint32_t most_block, uint32_t most_parts):
         self.reader = new Http2Reader(most_frame, most_block, most_parts)
@@ -111,7 +111,7 @@ cdef class FrameReader:
 
     def divert(self, uint32_t stream, place) -> None:
         """From the next read on DATA of this stream goes straight into `place`, a writable buffer of the room that it
-        has then, and what comes in one read is told at once. What it has no room for is told as ever, and so is the rest of
+        has then, and what comes in one read is one event. What it has no room for is reported as ever, and so is the rest of
         that read. 0: no more."""
         self.diverted, self.place = stream, place if stream else None
 
@@ -124,7 +124,7 @@ cdef class FrameReader:
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
         try:
             self.room_bytes = 0
-            self.filled = self.told = self.counted = 0
+            self.filled = self.reported = self.counted = 0
             if self.diverted:
                 PyObject_GetBuffer(self.place, &room, PyBUF_WRITABLE)
                 lent = True
@@ -132,7 +132,7 @@ cdef class FrameReader:
             if nbytes < 0 or nbytes > view.len:
                 raise ValueError(f"{nbytes} bytes of {view.len}")
             self.reader.feed(<const uint8_t*>view.buf, nbytes)
-            self.tell(events, data, <const uint8_t*>view.buf)
+            self.report(events, data, <const uint8_t*>view.buf)
             self.left = self.reader.end - self.reader.at
             self.reader.feed(NULL, 0)
         finally:
@@ -141,7 +141,7 @@ cdef class FrameReader:
             PyBuffer_Release(&view)
         return events
 
-    cdef int tell(self, list events, object data, const uint8_t* begin) except -1:
+    cdef int report(self, list events, object data, const uint8_t* begin) except -1:
         # events[first:stop] are HEADERS whose DATA may follow: clients with many streams send the heads of
         # several requests before their bodies. A body goes back to its head, past heads and bodies alone.
         cdef Py_ssize_t first = 0, stop = 0
@@ -154,14 +154,14 @@ cdef class FrameReader:
                     first += 1
                     continue
             if len(events) >= MOST_EVENTS or not self.reader.step(&event):
-                self.tell_placed(events, 0)
+                self.report_placed(events, 0)
                 return 0
             if event.kind == H2_DATA and self.takes(&event):
                 first = stop = 0
                 if event.flags:
-                    self.tell_placed(events, event.flags)
+                    self.report_placed(events, event.flags)
                 continue
-            self.tell_placed(events, 0)
+            self.report_placed(events, 0)
             if event.kind == H2_HEADERS and not event.flags and not event.reason:
                 if self.reader.take_body(&event, &body):
                     events.append(request(event.stream, copied(&event), &body))
@@ -187,11 +187,11 @@ cdef class FrameReader:
         self.counted += event.value
         return True
 
-    cdef inline int tell_placed(self, list events, int flags) except -1:
+    cdef inline int report_placed(self, list events, int flags) except -1:
         """All that has come for the diverted body since it was told last."""
-        if self.filled > self.told:
-            events.append((IN_PLACE, flags, self.diverted, self.filled - self.told, self.counted))
-            self.told, self.counted = self.filled, 0
+        if self.filled > self.reported:
+            events.append((IN_PLACE, flags, self.diverted, self.filled - self.reported, self.counted))
+            self.reported, self.counted = self.filled, 0
         return 0
 
 

@@ -71,9 +71,9 @@ cdef class Http2Path:
     cdef public list _out                   # what is written while input is read
     cdef public int64_t _credit             # what the client may send on all streams
     cdef public int64_t _low                # when it is given back
-    cdef public int64_t _glitch_budget, _served
+    cdef public int64_t _abuse_budget, _served
     cdef public int64_t held                # bytes of all requests that are here
-    cdef public int64_t _most_held          # beyond, or below the least, the memory budget is told
+    cdef public int64_t _most_held          # beyond, or below the least, the memory budget is updated
     cdef public int64_t _least_held
     cdef public int _leaving                # 1: the client was told to begin no more streams soon, 2: it may not
     cdef public dict blocks                 # heads by blocks that change nothing in the decoder's table
@@ -89,7 +89,7 @@ cdef class Http2Path:
         self._stop, self._most, self._most_queued = stop, most, most_queued
         self.blocks, self.streams, self.last = {}, {}, -1
         self.burst, self.a_turn, self.earned, self.whole, self.done, self.make = terms
-        self._glitch_budget = self.burst
+        self._abuse_budget = self.burst
 
     def get_buffer(self, sizehint):
         """Where the next bytes go; looked at before anybody else's come."""
@@ -106,11 +106,11 @@ cdef class Http2Path:
         """What was read before, else the frames in the first `nbytes` of `data`, as far as one turn goes."""
         cdef tuple event
         cdef Py_ssize_t taken = 0, left = nbytes
-        cdef int64_t least = self._glitch_budget - self.a_turn
+        cdef int64_t least = self._abuse_budget - self.a_turn
         if self._out is None:
             self._out = []
         if self._lifetime is not None:
-            self._lifetime.heard = True
+            self._lifetime.active = True
         try:
             if events is None:
                 events = self._reader.read(data, nbytes)
@@ -126,7 +126,7 @@ cdef class Http2Path:
                     self.take_request(<uint32_t>event[2], <bytes>event[3], <bytes>event[1])
                 else:
                     self._take(event[0], event[1], event[2], event[3], event[4])
-                if self.over or self._glitch_budget < least:
+                if self.over or self._abuse_budget < least:
                     break
             if (left or taken < len(events)) and not self.over:
                 self._put_off(events[taken:], data, nbytes - left, nbytes)
@@ -196,8 +196,8 @@ cdef class Http2Path:
             stream.held = 0
             if self.held < self._least_held:
                 self._charge()
-        if self._glitch_budget < self.burst:
-            self._glitch_budget += self.earned
+        if self._abuse_budget < self.burst:
+            self._abuse_budget += self.earned
         if stream.state is self.whole and stream.outbox is None:    # as most are
             del self.streams[stream.id]
             stream.state = self.done
@@ -266,7 +266,7 @@ cdef class CallsPath:
     cdef public int64_t plain_bytes         # of replies with nothing to be seen to
     cdef public uint64_t most_bytes         # of a message
     cdef public object deadlines, opening
-    cdef public bint logged                 # every call's end is told
+    cdef public bint logged                 # every call's end is logged
     cdef bytes block, trailers
     cdef object closed, make
 

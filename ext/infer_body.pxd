@@ -16,7 +16,7 @@ from json_cursor cimport *
 
 
 cdef enum:
-    FRAME_DEPTH = 3             # containers around an input's data: body, inputs, input
+    INPUT_DATA_DEPTH = 3             # containers around an input's data: body, inputs, input
     MAX_DEPTH = 103
     MAX_PARTS = 4096            # inputs, or outputs: a part takes fifty times the bytes of "{},", and 4 us later on
     TOO_MANY_PARTS = 29         # JsonFaults of our own
@@ -201,7 +201,7 @@ cdef inline JsonFault read_part_member(Scan* s, Part* part, bint is_input) noexc
         if part.data_is_list and part.datatype != NULL:
             fault = read_data(s, c, part)
         else:
-            fault = skip_value(c, FRAME_DEPTH, MAX_DEPTH)
+            fault = skip_value(c, INPUT_DATA_DEPTH, MAX_DEPTH)
         part.data_end = c.at
         return fault
     elif text_equals(&key, b"shape", 5) and part.shape == NULL:
@@ -213,7 +213,7 @@ cdef inline JsonFault read_part_member(Scan* s, Part* part, bint is_input) noexc
     elif text_equals(&key, b"datatype", 8) and part.datatype == NULL:
         part.datatype = c.at
         part.dtype = dtype_at(&value)
-    return skip_value(c, FRAME_DEPTH, MAX_DEPTH)
+    return skip_value(c, INPUT_DATA_DEPTH, MAX_DEPTH)
 
 
 cdef inline JsonFault read_data(Scan* s, Cursor* c, Part* part) noexcept nogil:
@@ -237,7 +237,7 @@ cdef inline JsonFault read_data(Scan* s, Cursor* c, Part* part) noexcept nogil:
     if fault != BODY_UNSUPPORTED_DTYPE:
         part.wrong = c.at
     c.at = again.at
-    return skip_value(c, FRAME_DEPTH, MAX_DEPTH)
+    return skip_value(c, INPUT_DATA_DEPTH, MAX_DEPTH)
 
 
 cdef inline void close_parts(Parts* parts) noexcept:

@@ -5,7 +5,7 @@
 
 It makes no Python object per value and does not recurse; of what becomes objects, inputs, outputs, parameters and
 axes, it reads so many and no more. Binary tensors, shared memory and what only a
-model can tell are not here: the dialect finds sizes and names in `parameters`. infer_frame reads requests
+model knows are not here: the dialect finds sizes and names in `parameters`. request_template reads requests
 that are as one before, infer_reply writes the responses.
 """
 
@@ -77,7 +77,7 @@ class InferFault(ValueError):
 
     `code` (an InferCode), `text` as clients know it, `offset` the byte that showed it, `member` the
     member at fault, `input` the name of its input, "" where there is none. `before` is what stands before it,
-    in the order in which the original looks: what is wrong with that is told first. None where nothing is.
+    in the order in which the original looks: what is wrong with that is reported first. None where nothing is.
     """
 
     def __init__(self, code: int, text: str, offset: int, member: str = "", input: str = "") -> None:

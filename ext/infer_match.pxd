@@ -1,9 +1,9 @@
-# The verbs of infer_frame: a request's text held against a frame, and its values put where they belong.
+# The verbs of request_template: a request's text held against a template, and its values put where they belong.
 #
 #     {"id":"7","inputs":[{"name":"x","shape":[2,3],"datatype":"FP32","data":[1,2,3,4,5,6]}]}
 #           ^ ID                             ^ ROWS                          ^ DATA
 #
-# Between the holes every byte is the frame's own. Anything else is a fault number, and the caller takes
+# Between the placeholders every byte is the template's own. Anything else is a fault number, and the caller takes
 # the general path.
 
 from libc.stdint cimport int64_t, uint8_t
@@ -15,22 +15,22 @@ from json_cursor cimport *
 
 
 cdef enum:
-    HOLE_ID                     # a string
-    HOLE_ROWS                   # a number: `unit` for each row
-    HOLE_DATA                   # lists of numbers: `unit` of them for each row
+    PLACEHOLDER_ID                     # a string
+    PLACEHOLDER_ROWS                   # a number: `unit` for each row
+    PLACEHOLDER_DATA                   # lists of numbers: `unit` of them for each row
 
 cdef enum:
     MOST_ROWS = 1 << 24
     NUMBER_DIGITS = 15
 
 
-cdef struct Hole:
+cdef struct Placeholder:
     int kind
     int target                  # DATA: which of the outs
     uint8_t dtype
     int item_bytes
     int64_t unit
-    const uint8_t* after        # the text up to the next hole
+    const uint8_t* after        # the text up to the next placeholder
     Py_ssize_t after_bytes
 
 
@@ -40,16 +40,16 @@ cdef struct Blob:
     int64_t unit                # bytes of a row
 
 
-cdef struct FrameText:
-    const uint8_t* before       # the text up to the first hole
+cdef struct TemplateText:
+    const uint8_t* before       # the text up to the first placeholder
     Py_ssize_t before_bytes
-    Hole* holes
-    int hole_count
+    Placeholder* placeholders
+    int placeholder_count
     Blob* blobs
     int blob_count
-    int64_t rows                # 0: the first of the ROWS holes says
+    int64_t rows                # 0: the first of the ROWS placeholders says
     int64_t blob_unit           # of all blobs together
-    int64_t item_unit           # values in the data of all holes together, for a row
+    int64_t item_unit           # values in the data of all placeholders together, for a row
 
 
 cdef inline bint take_exactly(Cursor* c, const uint8_t* text, Py_ssize_t count) noexcept nogil:
@@ -72,7 +72,7 @@ cdef inline int64_t take_digits(Cursor* c) noexcept nogil:
 
 
 cdef inline bint take_rows(Cursor* c, int64_t unit, int64_t* rows) noexcept nogil:
-    # The first such hole says how many rows there are, the others must agree.
+    # The first such placeholder says how many rows there are, the others must agree.
     cdef int64_t number = take_digits(c)
     if rows[0] == 0 and number % unit == 0 and number // unit < MOST_ROWS:
         rows[0] = number // unit
@@ -83,33 +83,33 @@ cdef inline bint take_id(Cursor* c, Text* identity) noexcept nogil:
     return peek(c) == c'"' and take_text(c, identity) == JSON_OK
 
 
-cdef inline bint take_hole(Cursor* c, const Hole* hole, int64_t* rows, Text* identity) noexcept nogil:
-    # Any hole but data, and the text behind it.
-    if hole.kind == HOLE_ID:
+cdef inline bint take_placeholder(Cursor* c, const Placeholder* placeholder, int64_t* rows, Text* identity) noexcept nogil:
+    # Any placeholder but data, and the text behind it.
+    if placeholder.kind == PLACEHOLDER_ID:
         if not take_id(c, identity):
             return False
-    elif not take_rows(c, hole.unit, rows):
+    elif not take_rows(c, placeholder.unit, rows):
         return False
-    return take_exactly(c, hole.after, hole.after_bytes)
+    return take_exactly(c, placeholder.after, placeholder.after_bytes)
 
 
-cdef inline int64_t match_rows(const FrameText* f, Cursor c, int64_t blob_bytes, Text* identity) noexcept nogil:
-    # The rows of a request that is as the frame up to its data, and behind it; 0 for another.
+cdef inline int64_t match_rows(const TemplateText* f, Cursor c, int64_t blob_bytes, Text* identity) noexcept nogil:
+    # The rows of a request that is as the template up to its data, and behind it; 0 for another.
     cdef int64_t rows = f.rows
-    cdef const Hole* hole
+    cdef const Placeholder* placeholder
     cdef int k
     cdef int64_t header_bytes = c.end - c.at
     if not take_exactly(&c, f.before, f.before_bytes):
         return 0
-    for k in range(f.hole_count):
-        hole = &f.holes[k]
-        if hole.kind == HOLE_DATA:
-            hole = &f.holes[f.hole_count - 1]
-            if c.end - c.at < hole.after_bytes or memcmp(c.end - hole.after_bytes, hole.after, hole.after_bytes) != 0:
+    for k in range(f.placeholder_count):
+        placeholder = &f.placeholders[k]
+        if placeholder.kind == PLACEHOLDER_DATA:
+            placeholder = &f.placeholders[f.placeholder_count - 1]
+            if c.end - c.at < placeholder.after_bytes or memcmp(c.end - placeholder.after_bytes, placeholder.after, placeholder.after_bytes) != 0:
                 return 0
             c.at = c.end
             break
-        if not take_hole(&c, hole, &rows, identity):
+        if not take_placeholder(&c, placeholder, &rows, identity):
             return 0
     # A value takes two bytes of text or more.
     if c.at != c.end or blob_bytes != rows * f.blob_unit or header_bytes < 2 * rows * f.item_unit:
@@ -117,28 +117,28 @@ cdef inline int64_t match_rows(const FrameText* f, Cursor c, int64_t blob_bytes,
     return rows
 
 
-cdef inline bint fill_hole(Cursor* c, const Hole* hole, int64_t rows, uint8_t** outs) noexcept nogil:
+cdef inline bint fill_placeholder(Cursor* c, const Placeholder* placeholder, int64_t rows, uint8_t** outs) noexcept nogil:
     cdef Column column
-    column.dtype = hole.dtype
-    column.data = outs[hole.target]
-    column.room = rows * hole.unit * hole.item_bytes
+    column.dtype = placeholder.dtype
+    column.data = outs[placeholder.target]
+    column.room = rows * placeholder.unit * placeholder.item_bytes
     column.filled = column.count = 0
-    return (peek(c) == c'[' and fill_exactly(c, &column, hole.item_bytes) == JSON_OK
-            and take_exactly(c, hole.after, hole.after_bytes))
+    return (peek(c) == c'[' and fill_exactly(c, &column, placeholder.item_bytes) == JSON_OK
+            and take_exactly(c, placeholder.after, placeholder.after_bytes))
 
 
-cdef inline bint fill_frame(const FrameText* f, Cursor c, const uint8_t* blobs, int64_t rows, uint8_t** outs) noexcept nogil:
-    # All values into `outs`, each as large as its target's rows; the blobs are as many bytes as the frame says.
+cdef inline bint fill_template(const TemplateText* f, Cursor c, const uint8_t* blobs, int64_t rows, uint8_t** outs) noexcept nogil:
+    # All values into `outs`, each as large as its target's rows; the blobs are as many bytes as the template says.
     cdef int64_t given = f.rows
     cdef Text identity
     cdef int k
     if not take_exactly(&c, f.before, f.before_bytes):
         return False
-    for k in range(f.hole_count):
-        if f.holes[k].kind == HOLE_DATA:
-            if not fill_hole(&c, &f.holes[k], rows, outs):
+    for k in range(f.placeholder_count):
+        if f.placeholders[k].kind == PLACEHOLDER_DATA:
+            if not fill_placeholder(&c, &f.placeholders[k], rows, outs):
                 return False
-        elif not take_hole(&c, &f.holes[k], &given, &identity):
+        elif not take_placeholder(&c, &f.placeholders[k], &given, &identity):
             return False
     for k in range(f.blob_count):
         memcpy(outs[f.blobs[k].target], blobs, rows * f.blobs[k].unit)

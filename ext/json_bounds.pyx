@@ -4,7 +4,7 @@
 
 One pass without the GIL, and nothing is made. Raises JSONSyntaxError for text that is no JSON (RFC 8259: one value,
 nothing behind it), and JSONBoundError, which names the bound, for what is more than allowed. UTF-8 is not checked:
-whoever decodes does that.
+the decoder does that.
 
     write_plain(body, bounds)                            ->  the same document with \\u00e9 as UTF-8
 
@@ -33,7 +33,7 @@ cdef extern from "json_string.h" nogil:
 cdef str NOT_SINGULAR = "The document root must not be followed by other values."
 
 cdef enum:
-    SHOWN_KEY = 64              # bytes of a key that are told
+    SHOWN_KEY = 64              # bytes of a key that an error quotes
 
 cdef enum Bound:
     BOUND_NONE
@@ -64,7 +64,7 @@ class JSONBoundError(ValueError):
 
 
 cdef class Bounds:
-    """Limits of a document. Numbers are counted apart from other values (objects, lists, strings, true, false,
+    """Limits of a document. Numbers are not counted among other values (objects, lists, strings, true, false,
     null), which take more memory; keys are in bytes as they are sent. `escapes` bounds those that write_plain leaves."""
 
     cdef readonly int depth

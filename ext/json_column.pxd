@@ -29,7 +29,7 @@ cdef struct Column:
     int rank                    # NOT_YET until the first leaf or the first empty list
     int64_t seen                # 1 + the last row that named it; 0 for never
     int64_t count               # items stored
-    uint8_t* data               # malloc'ed; whoever made the Column frees it
+    uint8_t* data               # malloc'ed; the Column's maker frees it
     int64_t filled              # bytes
     int64_t room                # bytes
     int64_t[MAX_RANK + 1] shape # NOT_YET where no list has closed

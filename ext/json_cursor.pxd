@@ -1,6 +1,6 @@
 # A read position in borrowed JSON bytes, and the verbs every reader of JSON in ext/ moves it with.
 #
-# A Cursor owns nothing: whoever made it keeps the bytes alive. Everything here is inline and
+# A Cursor owns nothing: its maker keeps the bytes alive. Everything here is inline and
 # GIL-free, so this file has no .pyx and is no module at run time. Numbers and strings are read by
 # the headers; the words for faults are in include/json_reason.h.
 

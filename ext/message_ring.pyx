@@ -1,7 +1,7 @@
 """Fixed-size messages from one process to one other, through shared memory and a doorbell.
 
-    writer = MessageRing(memory, 64, bell); writer.push(kind=1, slot=3, seq=9)
-    reader = MessageRing(memory, 64, bell); reader.wait(timeout_ns); reader.pop()
+    writer = MessageRing(memory, 64, doorbell); writer.push(kind=1, slot=3, seq=9)
+    reader = MessageRing(memory, 64, doorbell); reader.wait(timeout_ns); reader.pop()
 
 One writer, one reader, no lock: see include/message.h. The same verbs carry a batch's answers from a
 worker to a front inside an arena (batch_ring). The memory is borrowed from the caller.
@@ -23,8 +23,8 @@ cdef extern from "message.h" nogil:
     bint message_pop(Ring*, uint32_t, Message*)
 
 cdef extern from "doorbell.h" nogil:
-    void bell_ring(int fd)
-    int bell_wait(int bell, int control, int64_t timeout_ns)
+    void doorbell_ring(int fd)
+    int doorbell_wait(int doorbell, int control, int64_t timeout_ns)
 
 
 def ring_bytes(uint32_t capacity) -> int:
@@ -33,14 +33,14 @@ def ring_bytes(uint32_t capacity) -> int:
 
 
 cdef class MessageRing:
-    """One end of a ring. `bell` is an eventfd the writer rings, -1 for none."""
+    """One end of a ring. `doorbell` is an eventfd the writer rings, -1 for none."""
 
     cdef object memory
     cdef Ring* ring
     cdef readonly uint32_t capacity
-    cdef readonly int bell
+    cdef readonly int doorbell
 
-    def __init__(self, uint8_t[::1] memory not None, uint32_t capacity, int bell=-1):
+    def __init__(self, uint8_t[::1] memory not None, uint32_t capacity, int doorbell=-1):
         if capacity == 0 or capacity & (capacity - 1):
             raise ValueError(f"capacity is a power of two, not {capacity}")
         if <uint64_t>memory.shape[0] < message_ring_bytes(capacity):
@@ -49,7 +49,7 @@ cdef class MessageRing:
             raise ValueError("a ring starts at a 64-byte boundary")
         self.memory = memory
         self.ring = <Ring*>&memory[0]
-        self.capacity, self.bell = capacity, bell
+        self.capacity, self.doorbell = capacity, doorbell
 
     def push(self, *, uint16_t kind, uint32_t slot=0, uint64_t seq=0, uint64_t value=0) -> bool:
         """Add a message and ring; False when the ring is full and nothing was added."""
@@ -58,8 +58,8 @@ cdef class MessageRing:
         message.kind, message.slot, message.seq, message.value = kind, slot, seq, value
         if not message_push(self.ring, self.capacity, &message):
             return False
-        if self.bell >= 0:
-            bell_ring(self.bell)
+        if self.doorbell >= 0:
+            doorbell_ring(self.doorbell)
         return True
 
     def pop(self) -> tuple[int, int, int, int] | None:
@@ -70,8 +70,8 @@ cdef class MessageRing:
         return message.kind, message.slot, message.seq, message.value
 
     def wait(self, int64_t timeout_ns) -> bool:
-        """Sleep until the bell rings, at most timeout_ns (negative: for ever). False on timeout."""
+        """Sleep until the doorbell rings, at most timeout_ns (negative: for ever). False on timeout."""
         cdef int why
         with nogil:
-            why = bell_wait(self.bell, -1, timeout_ns)
+            why = doorbell_wait(self.doorbell, -1, timeout_ns)
         return why != 0

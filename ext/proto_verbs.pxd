@@ -1,6 +1,6 @@
 # Reading protobuf bytes: the verbs of wire_read.h, and those that make Python objects with them.
 #
-# A Wire owns nothing: whoever made it holds the buffer. What cannot be read is raised as WireFault of
+# A Wire owns nothing: its maker holds the buffer. What cannot be read is raised as WireFault of
 # proto_wire, which is looked up only then, so that every module of messages raises the same class.
 
 cimport cython

@@ -3,7 +3,7 @@
     found = cache.find(head, inputs, counts)     an Entry: kept. A Miss: it is now under way, and to be run.
                                                  None: its like is under way, see wait()
     miss.keep(form, outputs)                     a copy of what was answered
-    miss.close()                                 it is no longer under way; whoever waits is told
+    miss.close()                                 it is no longer under way; waiting callers are notified
 
 The key is `head`, which tells everything of the inputs but their bytes, and the bytes. Up to WHOLE_BYTES they
 are in it as they are, so that nothing can collide; of larger inputs it has a hash. Not thread-safe: one loop.
@@ -51,7 +51,7 @@ cdef uint64_t now_ns() noexcept nogil:
 
 
 cdef class Counts:
-    """Lookups of one version's requests. Of some `looked(ns, others, hit=...)` is told how long they took, and
+    """Lookups of one version's requests. For some, `looked(ns, others, hit=...)` receives how long they took, and
     how many others that stands for; `insertion_ns` is of all, estimated in the same way."""
 
     cdef readonly uint64_t hits, misses, insertion_ns, last_ns
@@ -77,17 +77,17 @@ cdef class Miss:
         self.cache.keep(self.key, form, outputs, self.counts, parameters)
 
     def __del__(self):
-        self.close()    # whoever waits must not do so for ever
+        self.close()    # its waiting callers must not wait for ever
 
     def close(self) -> None:
         """Tells who waits. A second time nothing."""
         if self.cache is None:
             return
-        tellers = self.cache.running.pop(self.key)
+        listeners = self.cache.running.pop(self.key)
         self.cache = None
-        if tellers is not None:
-            for tell in tellers:
-                tell()
+        if listeners is not None:
+            for notify in listeners:
+                notify()
 
 
 cdef class ResponseCache:
@@ -154,16 +154,16 @@ cdef class ResponseCache:
         counts.looked(took, weight, hit=hit)
         return 0
 
-    def wait(self, bytes key not None, teller) -> None:
+    def wait(self, bytes key not None, listener) -> None:
         """Be told when the key is no longer under way. Raises KeyError for one that is not."""
-        tellers = self.running[key]
-        if tellers is None:
-            tellers = self.running[key] = []
-        tellers.append(teller)
+        listeners = self.running[key]
+        if listeners is None:
+            listeners = self.running[key] = []
+        listeners.append(listener)
 
     def waiting(self) -> dict:
         """Keys under way -> who waits."""
-        return {key: list(tellers or ()) for key, tellers in self.running.items()}
+        return {key: list(listeners or ()) for key, listeners in self.running.items()}
 
     cdef int keep(self, bytes key, form, outputs, Counts counts, tuple parameters) except -1:
         cdef uint64_t began = 0, weight = weight_of(&counts.kept)

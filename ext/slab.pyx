@@ -1,7 +1,7 @@
 """Slabs in shared memory, and copies into it that check their bounds and let go of the GIL.
 
     pool = SlabPool.create(memory, pages=64)
-    offset = pool.lease(10_000, owner=3)         0 when there is no room
+    offset = pool.allocate(10_000, owner=3)         0 when there is no room
     copy_parts(pool.view(offset, 10_000), [chunk1, chunk2])
     pool.release(offset)
 
@@ -24,7 +24,7 @@ cdef extern from "slab.h" nogil:
     uint64_t slab_header_bytes(uint32_t)
     void slab_format(uint8_t*, uint32_t)
     bint slab_attach(Slabs*, uint8_t*, uint64_t)
-    uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
+    uint64_t slab_allocate(const Slabs*, uint64_t, uint32_t)
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
     bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
@@ -59,11 +59,11 @@ cdef class SlabPool:
         slab_format(&memory[0], pages)
         return cls(memory)
 
-    def lease(self, uint64_t nbytes, uint32_t owner) -> int:
+    def allocate(self, uint64_t nbytes, uint32_t owner) -> int:
         """Offset of at least nbytes contiguous bytes, 0 when there is no room."""
         cdef uint64_t offset
         with nogil:
-            offset = slab_lease(&self.slabs, nbytes, owner)
+            offset = slab_allocate(&self.slabs, nbytes, owner)
         return offset
 
     def release(self, uint64_t offset) -> None:

@@ -14,7 +14,7 @@ from cpython.memoryview cimport PyMemoryView_FromMemory, PyMemoryView_FromObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 from slab_writing cimport *
-from slot_verbs cimport Arena, arena_attach, slab_holds, slab_lease, slab_release, worker_owner
+from slot_verbs cimport Arena, arena_attach, slab_holds, slab_allocate, slab_release, worker_owner
 
 MAX_RANK = TENSOR_AXES
 
@@ -152,7 +152,7 @@ def read_note(slab not None):
     return PyMemoryView_FromObject(slab)[at : at + nbytes] if nbytes else b""
 
 
-cdef class SlabDesk:
+cdef class SlabCodec:
     """One process's way into the slabs of an arena, as front number `front` or worker number `worker`.
 
     `make_array(shape, dtype, memory, offset)` and a dtype for each code (None: no array, bytes stay a view)
@@ -180,7 +180,7 @@ cdef class SlabDesk:
         cdef Pieces pieces = Pieces()
         pieces.take(tensors)
         cdef uint64_t nbytes = with_note(pieces.nbytes, note)
-        cdef uint64_t offset = slab_lease(&self.arena.slabs, nbytes, self.owner)
+        cdef uint64_t offset = slab_allocate(&self.arena.slabs, nbytes, self.owner)
         if offset:
             write_pieces(pieces.at, pieces.count, self.arena.slabs.base + offset, nbytes, note)
         return offset, nbytes
@@ -189,7 +189,7 @@ cdef class SlabDesk:
         """A slab of ours for tensors that are yet to come, as lay_out() says: (offset, bytes, memory of each span);
         offset 0 when there is no room. `spans`: (where it begins, bytes) of each tensor."""
         cdef uint64_t size = with_note(nbytes, note), at, count
-        cdef uint64_t offset = slab_lease(&self.arena.slabs, size, self.owner)
+        cdef uint64_t offset = slab_allocate(&self.arena.slabs, size, self.owner)
         cdef uint8_t* slab = self.arena.slabs.base + offset
         cdef list memory = []
         if offset == 0:

@@ -16,10 +16,10 @@ cdef extern from "reclaim.h" nogil:
         uint64_t word, seq, first_ns, sealed_ns, taken_ns, run_ns, ran_ns, done_ns, moved_ns
         uint32_t attempts, status, error_bytes
         char* error
-    ctypedef struct WorkerDesk:
+    ctypedef struct WorkerFlags:
         uint32_t asleep, present
         uint64_t batches
-    ctypedef struct FrontDesk:
+    ctypedef struct FrontFlags:
         uint32_t rung, rescan
     ctypedef struct Counters:
         uint64_t count, ns
@@ -34,8 +34,8 @@ cdef extern from "reclaim.h" nogil:
         uint64_t* output_row_bytes
         uint64_t* input_offset
         uint64_t* output_offset
-        WorkerDesk* worker
-        FrontDesk* front
+        WorkerFlags* worker
+        FrontFlags* front
         Counters* counters
         uint64_t served_rows, served_ns
     ctypedef struct Slabs:
@@ -73,13 +73,13 @@ cdef extern from "reclaim.h" nogil:
     uint32_t word_reserved(uint64_t)
     uint32_t word_settled(uint64_t)
     uint32_t word_worker(uint64_t)
-    enum: PLACE_FULL, PLACE_OVER
+    enum: LEASE_FULL, LEASE_OVER
     uint32_t rows_left(const Arena*)
-    int64_t place_reserve(Arena*, uint32_t, uint32_t)
-    void place_commit(Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
-    void place_give_back(Arena*, int64_t, uint32_t)
-    bint place_drop(const Arena*, int64_t, uint32_t)
-    void place_release(const Arena*, int64_t, uint32_t)
+    int64_t lease_reserve(Arena*, uint32_t, uint32_t)
+    void lease_commit(Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
+    void lease_give_back(Arena*, int64_t, uint32_t)
+    bint lease_drop(const Arena*, int64_t, uint32_t)
+    void lease_release(const Arena*, int64_t, uint32_t)
     bint slot_count_once(Slot*)
     uint32_t slot_queued(const Arena*, uint32_t)
     uint32_t slot_pending(const Arena*, uint32_t)
@@ -97,15 +97,15 @@ cdef extern from "reclaim.h" nogil:
     uint32_t slot_lost(const Arena*, uint32_t, uint32_t*)
     bint slot_forgive(Arena*, uint32_t, uint32_t, uint32_t)
     uint32_t row_span(const Arena*, const Row*, uint32_t)
-    uint64_t slab_lease(const Slabs*, uint64_t, uint32_t)
+    uint64_t slab_allocate(const Slabs*, uint64_t, uint32_t)
     uint32_t slab_owner(const Slabs*, uint64_t)
     bint slab_holds(const Slabs*, uint64_t, uint64_t)
     bint slab_release(const Slabs*, uint64_t)
     bint slab_give(const Slabs*, uint64_t, uint32_t giver, uint32_t taker)
     void front_reclaim(const Arena*, uint32_t)
     uint32_t slab_used(const Slabs*)
-    enum: OWNER_PLACE
-    uint32_t place_owner(uint64_t tag)
+    enum: OWNER_LEASE
+    uint32_t lease_owner(uint64_t tag)
     void release_slab(const Arena*, uint64_t* held, uint64_t tag)
     uint32_t slot_see(const Arena*, Slot*)
 
@@ -115,18 +115,18 @@ cdef extern from "claims.h" nogil:
         uint64_t* held
     uint64_t* claims_ran(const Arena*, const Claims*, uint32_t slot)
     bint claims_open(const Arena*, Claims*, uint64_t* lent, uint64_t seed)
-    uint64_t claim_of(const Arena*, const Claims*, int64_t place)
-    bint claim_rows(const Arena*, Claims*, int64_t place, uint32_t rows)
-    void claim_refuse(Arena*, int64_t place, uint32_t rows)
-    void claim_end(const Arena*, Claims*, int64_t place, uint64_t mark)
-    Row* claim_row(const Arena*, int64_t place)
-    bint claim_stands(const Arena*, const Claims*, int64_t place)
-    bint claim_answered(const Arena*, const Claims*, int64_t place, uint32_t rows)
+    uint64_t claim_of(const Arena*, const Claims*, int64_t lease)
+    bint claim_rows(const Arena*, Claims*, int64_t lease, uint32_t rows)
+    void claim_refuse(Arena*, int64_t lease, uint32_t rows)
+    void claim_end(const Arena*, Claims*, int64_t lease, uint64_t mark)
+    Row* claim_row(const Arena*, int64_t lease)
+    bint claim_stands(const Arena*, const Claims*, int64_t lease)
+    bint claim_answered(const Arena*, const Claims*, int64_t lease, uint32_t rows)
 
 cdef extern from "notify.h" nogil:
     enum: DONE_MESSAGE, PART_MESSAGE, RECORDS_MESSAGE
-    void tell_done(const Arena*, uint32_t worker, uint64_t fronts, const int* bells, uint32_t slot, uint64_t seq)
-    bint part_send(const Arena*, uint32_t worker, uint32_t owner, const int* bells, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final)
+    void notify_done(const Arena*, uint32_t worker, uint64_t fronts, const int* doorbells, uint32_t slot, uint64_t seq)
+    bint part_send(const Arena*, uint32_t worker, uint32_t owner, const int* doorbells, uint32_t slot, uint32_t row, uint64_t offset, uint32_t nbytes, bint final)
     uint32_t part_row(const Message*)
     uint32_t parts_taken(const Arena*, uint32_t slot, uint32_t row)
     void counters_rerun(const Arena*, Slot*, uint32_t rows, uint64_t took_ns)
@@ -134,16 +134,16 @@ cdef extern from "notify.h" nogil:
     uint32_t worker_owner(const Arena*, uint32_t worker)
     void life_end(const Arena*, uint32_t worker)
     uint64_t part_keep_inputs(const Arena*, uint32_t owner, uint32_t slot, uint32_t row)
-    void tell_workers(Arena*, const int* bells)
-    void tell_all_workers(Arena*, const int* bells)
-    bint worker_ping(const Arena*, uint32_t worker, int bell)
+    void notify_workers(Arena*, const int* doorbells)
+    void notify_all_workers(Arena*, const int* doorbells)
+    bint worker_ping(const Arena*, uint32_t worker, int doorbell)
     bint worker_busy(const Arena*, uint32_t worker, bint parted)
-    void ask_to_look(const Arena*, const int* bells, uint64_t fronts)
+    void request_rescan(const Arena*, const int* doorbells, uint64_t fronts)
     void slot_end_run(Slot*, uint64_t run_ns, uint64_t ran_ns)
-    int64_t take_or_wait(Arena*, uint32_t worker, int bell, int control, int64_t spin_ns, int64_t longest_ns, int* why)
+    int64_t take_or_wait(Arena*, uint32_t worker, int doorbell, int control, int64_t spin_ns, int64_t longest_ns, int* why)
 
 cdef extern from "doorbell.h" nogil:
-    void bell_ring(int fd)
-    void bell_clear(int fd)
-    uint32_t desk_exchange(uint32_t*, uint32_t)
-    uint32_t desk_load(const uint32_t*)
+    void doorbell_ring(int fd)
+    void doorbell_clear(int fd)
+    uint32_t flag_exchange(uint32_t*, uint32_t)
+    uint32_t flag_load(const uint32_t*)

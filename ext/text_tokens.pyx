@@ -8,7 +8,7 @@ a front process does for every token of every stream.
     flow = Flow(detokenizer, specials, NONE, ids, texts, frames, reply, failed)
     pass_on(reader.read(messages), reader, gaps, now_ns)  -> what is left of the step for the general way
 
-    frames = Frames((b'data: {"token":{"id":', Hole.ID, b',"text":', Hole.TEXT, b"}}\\n\\n"))
+    frames = EventTemplate((b'data: {"token":{"id":', Placeholder.ID, b',"text":', Placeholder.TEXT, b"}}\\n\\n"))
     frames.write([Token(5, "a", 0, 1500)])  ->  b'data: {"token":{"id":5,"text":"a"}}\\n\\n'
 
 A table holds each token's text, or its bytes where these are no whole characters; it is filled as tokens are
@@ -45,8 +45,8 @@ cdef extern from "token_text.h" nogil:
     char* put_stripped(char* at, const uint8_t* data, size_t size)
 
 
-class Hole(IntEnum):
-    """The fields between the literal bytes of an event; see Frames."""
+class Placeholder(IntEnum):
+    """The fields between the literal bytes of an event; see EventTemplate."""
 
     ID = 0
     NUMBER = 1
@@ -171,16 +171,16 @@ def take_plain(
 
 
 cdef enum:
-    HOLE_BYTES = 32             # the longest of a number
+    PLACEHOLDER_BYTES = 32             # the longest of a number
     TEXT_GROWS = 6              # times, where every byte is escaped
 
 
 cdef struct Part:
-    int hole                    # -1: none after the literal
+    int placeholder                    # -1: none after the literal
     string literal
 
 
-cdef class Frames:
+cdef class EventTemplate:
     """The form of an event, and a writer of events. Holes:
 
     ID NUMBER        the token; its number in the sequence, from 1
@@ -193,25 +193,25 @@ cdef class Frames:
     """
 
     cdef vector[Part] parts
-    cdef size_t literals        # bytes of an event that are no hole's
+    cdef size_t literals        # bytes of an event that are no placeholder's
     cdef bint bare, skip_empty, strip
 
     def __init__(self, form, *, bint bare=False, bint skip_empty=False, bint strip=False):
         cdef Part part
-        part.hole, part.literal = -1, string()
+        part.placeholder, part.literal = -1, string()
         for piece in form:
             if isinstance(piece, bytes):
                 part.literal.append(PyBytes_AS_STRING(piece), PyBytes_GET_SIZE(piece))
                 continue
-            part.hole = Hole(piece)
+            part.placeholder = Placeholder(piece)
             self.keep(part)
-            part.hole, part.literal = -1, string()
+            part.placeholder, part.literal = -1, string()
         self.keep(part)
         self.bare, self.skip_empty, self.strip = bare, skip_empty, strip
 
     cdef void keep(self, const Part& part):
         self.parts.push_back(part)
-        self.literals += part.literal.size() + HOLE_BYTES
+        self.literals += part.literal.size() + PLACEHOLDER_BYTES
 
     def write(self, list tokens not None):
         """The events of these tokens, b"" for none."""
@@ -240,17 +240,17 @@ cdef class Frames:
         for i in range(self.parts.size()):
             part = &self.parts[i]
             at = put_bytes(at, part.literal.data(), part.literal.size())
-            if part.hole == 2:
+            if part.placeholder == 2:
                 at = self.put_text(at, token.text)
-            elif part.hole == 0:
+            elif part.placeholder == 0:
                 at = put_integer(at, token.id)
-            elif part.hole == 1:
+            elif part.placeholder == 1:
                 at = put_integer(at, token.index + 1)
-            elif part.hole == 3 or part.hole == 4:
-                at = put_millis(at, token.us) if (token.index == 0) == (part.hole == 3) else put_bytes(at, b"null", 4)
-            elif part.hole == 5:
+            elif part.placeholder == 3 or part.placeholder == 4:
+                at = put_millis(at, token.us) if (token.index == 0) == (part.placeholder == 3) else put_bytes(at, b"null", 4)
+            elif part.placeholder == 5:
                 at = put_number(at, token.logprob) if token.logprob is not None else put_bytes(at, b"null", 4)
-            elif part.hole == 6:
+            elif part.placeholder == 6:
                 at = put_bytes(at, b"true", 4) if token.special else put_bytes(at, b"false", 5)
         return at
 
@@ -272,13 +272,13 @@ cdef class Flow:
     cdef object detokenizer, none, reply, failed
     cdef frozenset specials
     cdef list ids, texts
-    cdef Frames frames
+    cdef EventTemplate frames
     cdef bytes written                  # and not yet sent
     cdef public bint open
-    cdef readonly int64_t heard_ns      # when something was last taken
+    cdef readonly int64_t taken_ns      # when something was last taken
 
     def __init__(self, detokenizer, frozenset specials not None, none, list ids not None, list texts not None,
-                 Frames frames not None, reply, failed):
+                 EventTemplate frames not None, reply, failed):
         self.detokenizer, self.specials, self.none, self.ids, self.texts = detokenizer, specials, none, ids, texts
         self.frames, self.reply, self.failed = frames, reply, failed
 
@@ -297,7 +297,7 @@ cdef class Flow:
         try:
             if not self.reply.ready:
                 return False
-            self.heard_ns = now_ns
+            self.taken_ns = now_ns
             take_plain(records, self.detokenizer, self.specials, self.none, tokens, self.ids, self.texts)
             self.written = self.frames.write(tokens)
         except Exception as fault:
@@ -337,7 +337,7 @@ cdef class Flowing:
     cdef public bint begun, ended
 
 
-def pass_on(list told not None, reader, list gaps not None, int64_t now_ns):
+def pass_on(list steps not None, reader, list gaps not None, int64_t now_ns):
     """Of a step's (run, records), as TokenReader.read tells them, pass on those that flow, and tell the reader so.
     Returns the others. `gaps` gets the microseconds before each token that was passed on.
 
@@ -347,7 +347,7 @@ def pass_on(list told not None, reader, list gaps not None, int64_t now_ns):
     cdef tuple entry, record
     cdef Flowing run
     cdef Flow flow
-    for entry in told:
+    for entry in steps:
         run, records = <Flowing?>entry[0], entry[1]
         # A first token is not counted as the others are.
         if run.flow is None or not run.begun or run.ended or records is None or not run.flow.write(records, now_ns):

@@ -3,7 +3,7 @@
     worker:  rid = sender.admit(slot, deadline_ns)            a slot that was taken; the engine knows it by rid
              sender.token(rid, 5122); sender.end(rid, 4)      what a step makes: llm.protocols.Out
              for slot in sender.publish(): ring.publish(slot)
-    front:   reader.listen(slot, ring.attach_slab(place, offset, nbytes), run)
+    front:   reader.listen(slot, ring.attach_slab(lease, offset, nbytes), run)
              for run, records in reader.read(messages): ...   (token, finish, took_us, extra) each
 
 What a step makes for one front is one message and one doorbell. Nothing is pickled, and nobody waits for a lock.
@@ -31,7 +31,7 @@ cdef extern from "token_records.h" nogil:
         uint64_t rid, deadline_ns
         uint32_t sent
         int front
-        bint told, refused
+        bint end_sent, refused
     ctypedef struct Pile:
         uint64_t used
     ctypedef struct Sender:
@@ -53,12 +53,12 @@ cdef extern from "token_records.h" nogil:
     Seat* seat_of(const Arena*, const Sender*, uint64_t rid)
     bint seat_say(const Arena*, Sender*, uint32_t owner, Seat*, int32_t token, uint32_t finish, uint32_t took_us, const uint8_t* extra, uint32_t nbytes)
     bint seat_room(const Arena*, const Sender*, Seat*)
-    bint pile_send(const Arena*, Sender*, uint32_t worker, uint32_t owner, uint32_t front, int bell)
-    int sender_sleep(const Arena*, const Sender*, uint32_t worker, int bell, int control, int64_t most_ns, bint full)
+    bint pile_send(const Arena*, Sender*, uint32_t worker, uint32_t owner, uint32_t front, int doorbell)
+    int sender_sleep(const Arena*, const Sender*, uint32_t worker, int doorbell, int control, int64_t most_ns, bint full)
     void sender_beat(const Arena*, const Sender*)
     bint records_sound(const uint8_t*, uint64_t, RecordsHead*)
-    void wake_worker(const Arena*, const int* bells, uint32_t slot)
-    void listener_taken(const Arena*, Listener*, const int* bells, uint32_t slot, uint32_t count, uint32_t window)
+    void wake_worker(const Arena*, const int* doorbells, uint32_t slot)
+    void listener_taken(const Arena*, Listener*, const int* doorbells, uint32_t slot, uint32_t count, uint32_t window)
 
 CANCELLED, TIMEOUT = 4, 5       # of codec.text.Finish, which tests hold to these
 
@@ -108,30 +108,30 @@ def read_prompt(const uint8_t[::1] slab not None) -> tuple:
 cdef class TokenSender:
     """The worker side of token records: llm.protocols.Out, and when it is sent.
 
-    `window` records of a sequence may be unread; `statuses` are the kinds, by finish, that a place ends with.
+    `window` records of a sequence may be unread; `statuses` are the kinds, by finish, that a lease ends with.
     """
 
     cdef Arena arena
     cdef object memory
     cdef Sender sender
     cdef uint32_t worker, owner
-    cdef int bell, control
-    cdef int[MAX_FRONTS] front_bells
+    cdef int doorbell, control
+    cdef int[MAX_FRONTS] front_doorbells
     cdef uint32_t[FINISHES] statuses
     cdef readonly uint64_t tokens       # sent since it was made
     cdef public bint awaited            # somebody waits for a slot: nobody may stand still in one
 
-    def __init__(self, uint8_t[::1] memory not None, *, uint32_t worker, int own_bell=-1, front_bells=(), int control=-1,
+    def __init__(self, uint8_t[::1] memory not None, *, uint32_t worker, int own_doorbell=-1, front_doorbells=(), int control=-1,
                  uint32_t window=256, statuses=()):
         cdef int i
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]) or worker >= self.arena.workers:
             raise ValueError("this memory holds no arena with such a worker")
         if not sender_open(&self.arena, &self.sender, window):
             raise MemoryError
-        self.memory, self.worker, self.bell, self.control = memory, worker, own_bell, control
+        self.memory, self.worker, self.doorbell, self.control = memory, worker, own_doorbell, control
         self.owner = worker_owner(&self.arena, worker)
         for i in range(MAX_FRONTS):
-            self.front_bells[i] = front_bells[i] if i < len(front_bells) else -1
+            self.front_doorbells[i] = front_doorbells[i] if i < len(front_doorbells) else -1
         for i in range(FINISHES):
             self.statuses[i] = statuses[i] if i < len(statuses) else 0
 
@@ -199,15 +199,15 @@ cdef class TokenSender:
         cdef list found = []
         for i in range(self.sender.actives):
             seat = self.sender.seats + self.sender.active[i]
-            if seat.told:
+            if seat.end_sent:
                 continue
-            if desk_load(&rows_of(slot_at(&self.arena, self.sender.active[i])).state) != ROW_COMMITTED:
+            if flag_load(&rows_of(slot_at(&self.arena, self.sender.active[i])).state) != ROW_COMMITTED:
                 found.append((seat.rid, CANCELLED))
             elif seat.deadline_ns and seat.deadline_ns <= now:
                 found.append((seat.rid, TIMEOUT))
             else:
                 continue
-            seat.told = True
+            seat.end_sent = True
         return found
 
     def next_deadline_ns(self) -> int:
@@ -217,7 +217,7 @@ cdef class TokenSender:
         cdef Seat* seat
         for i in range(self.sender.actives):
             seat = self.sender.seats + self.sender.active[i]
-            if seat.deadline_ns and not seat.told and (first == 0 or seat.deadline_ns < first):
+            if seat.deadline_ns and not seat.end_sent and (first == 0 or seat.deadline_ns < first):
                 first = seat.deadline_ns
         return first
 
@@ -229,7 +229,7 @@ cdef class TokenSender:
         cdef list over = []
         for f in range(self.arena.fronts):
             if self.sender.piles[f].used:
-                pile_send(&self.arena, &self.sender, self.worker, self.owner, f, self.front_bells[f])
+                pile_send(&self.arena, &self.sender, self.worker, self.owner, f, self.front_doorbells[f])
         for i in range(self.sender.endings):
             slot = self.sender.ended[i]
             if self.sender.piles[self.sender.seats[slot].front].used:
@@ -260,7 +260,7 @@ cdef class TokenSender:
         for somebody who leaves. Bit 2: the control line has something to say."""
         cdef int why
         with nogil:
-            why = sender_sleep(&self.arena, &self.sender, self.worker, self.bell, self.control, most_ns, full)
+            why = sender_sleep(&self.arena, &self.sender, self.worker, self.doorbell, self.control, most_ns, full)
         return why
 
 
@@ -272,11 +272,11 @@ cdef class TokenReader:
     cdef Arena arena
     cdef object memory
     cdef Listener* listeners
-    cdef list runs, heard
+    cdef list runs, collected
     cdef uint32_t front, window
-    cdef int[MAX_WORKERS] worker_bells
+    cdef int[MAX_WORKERS] worker_doorbells
 
-    def __init__(self, uint8_t[::1] memory not None, *, uint32_t front, worker_bells=(), uint32_t window=256):
+    def __init__(self, uint8_t[::1] memory not None, *, uint32_t front, worker_doorbells=(), uint32_t window=256):
         cdef int i
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]) or front >= self.arena.fronts:
             raise ValueError("this memory holds no arena with such a front")
@@ -284,30 +284,30 @@ cdef class TokenReader:
         if self.listeners == NULL:
             raise MemoryError
         self.memory, self.front, self.window = memory, front, window
-        self.runs, self.heard = [None] * self.arena.slots, [None] * self.arena.slots
+        self.runs, self.collected = [None] * self.arena.slots, [None] * self.arena.slots
         for i in range(MAX_WORKERS):
-            self.worker_bells[i] = worker_bells[i] if i < len(worker_bells) else -1
+            self.worker_doorbells[i] = worker_doorbells[i] if i < len(worker_doorbells) else -1
 
     def __dealloc__(self):
         free(self.listeners)
 
     def listen(self, uint32_t slot, uint64_t tag, run) -> None:
-        """Records of the place with this tag, the slot's only one, are for `run` from now on."""
+        """Records of the lease with this tag, the slot's only one, are for `run` from now on."""
         self.check(slot)
         self.runs[slot] = run
         self.listeners[slot].rid, self.listeners[slot].came, self.listeners[slot].taken = rid_of(tag, slot), 0, 0
 
     def leave(self, uint32_t slot) -> None:
-        """Nobody wants what may still come. Its worker hears of it, should it sleep."""
+        """Nobody wants what may still come. Its worker is woken if it sleeps."""
         self.check(slot)
         self.runs[slot], self.listeners[slot].rid = None, 0
-        wake_worker(&self.arena, self.worker_bells, slot)
+        wake_worker(&self.arena, self.worker_doorbells, slot)
 
     def taken(self, uint32_t slot, uint32_t count) -> None:
         """The reader is so many records nearer. Not after the last one has come, when the slot may be another's."""
         self.check(slot)
         if self.listeners[slot].rid:
-            listener_taken(&self.arena, self.listeners + slot, self.worker_bells, slot, count, self.window)
+            listener_taken(&self.arena, self.listeners + slot, self.worker_doorbells, slot, count, self.window)
 
     def read(self, list messages not None) -> list:
         """(run, records) of all that came with these (slab offset, bytes) of drain(); the slabs are given back. A record is
@@ -317,8 +317,8 @@ cdef class TokenReader:
         for offset, nbytes in messages:
             self.take(offset, nbytes, touched)
         for slot in touched:
-            found.append(self.heard[<uint32_t>slot])
-            self.heard[<uint32_t>slot] = None
+            found.append(self.collected[<uint32_t>slot])
+            self.collected[<uint32_t>slot] = None
         return found
 
     cdef int check(self, uint32_t slot) except -1:
@@ -343,24 +343,24 @@ cdef class TokenReader:
                 memcpy(&record, at + i * sizeof(TokenRecord), sizeof(TokenRecord))
                 if record_extra(&record) > <uint64_t>(end - extra):
                     break
-                self.hear(&record, extra, touched)
+                self.collect(&record, extra, touched)
                 extra += record_extra(&record)
         finally:
             slab_release(&self.arena.slabs, offset)
         return 0
 
-    cdef int hear(self, const TokenRecord* record, const uint8_t* extra, list touched) except -1:
+    cdef int collect(self, const TokenRecord* record, const uint8_t* extra, list touched) except -1:
         cdef uint32_t slot = record.rid & 0xffff, finish = record_finish(record)
         if slot >= self.arena.slots or record.rid == 0 or self.listeners[slot].rid != record.rid:
             return 0    # whose caller has left
         cdef Listener* listener = self.listeners + slot
-        cdef tuple entry = <tuple>self.heard[slot]
+        cdef tuple entry = <tuple>self.collected[slot]
         if entry is None:
             entry = self.runs[slot], []
-            self.heard[slot] = entry
+            self.collected[slot] = entry
             touched.append(slot)
         if record.index != listener.came:
-            self.heard[slot] = entry[0], None
+            self.collected[slot] = entry[0], None
             finish = CANCELLED
         else:
             said = PyBytes_FromStringAndSize(<const char*>extra, record_extra(record)) if record_extra(record) else b""

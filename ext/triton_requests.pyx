@@ -1,7 +1,7 @@
-"""Tensors, requests and responses of Triton's Python API, as far as every request of a model goes: from a place's
+"""Tensors, requests and responses of Triton's Python API, as far as every request of a model goes: from a lease's
 slab to the request that execute() sees, and from its response to the slab of the answer.
 
-    desk.read(reply, offset, nbytes, lent)      a request over the slab; nothing of it is an array yet
+    codec.read(reply, offset, nbytes, lent)      a request over the slab; nothing of it is an array yet
     reply.send(response, True)                  its tensors straight from the model's arrays into a slab of the answer
 
 The classes are bases: backends/triton_tensor.py, backends/triton_requests.py and workers/requests.py say the rest, which
@@ -16,7 +16,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from copying cimport copy_one
 from slab_writing cimport *
-from slot_verbs cimport Arena, arena_attach, slab_holds, slab_lease, slab_release, worker_owner
+from slot_verbs cimport Arena, arena_attach, slab_holds, slab_allocate, slab_release, worker_owner
 
 from numpy import empty, ndarray
 
@@ -26,7 +26,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     MOST_PIECES = 16            # of a response that is written by the short way
-    NO_ROOM = 8                 # Kind.RESOURCE_EXHAUSTED, what a place without a slab for its answer ends with
+    NO_ROOM = 8                 # Kind.RESOURCE_EXHAUSTED, what a lease without a slab for its answer ends with
     STRING = 13                 # Triton's numbers of types that are not simply numbers
     BF16 = 14
 
@@ -34,7 +34,7 @@ KINDS = {}                      # numpy's types -> Triton's numbers; filled by b
 cdef dict kinds = KINDS
 
 
-cdef class RequestDesk
+cdef class RequestCodecBase
 
 
 cdef class SlabTensor:
@@ -47,7 +47,7 @@ cdef class SlabTensor:
     cdef const uint8_t* at
     cdef Py_ssize_t nbytes
     cdef tuple axes
-    cdef RequestDesk desk
+    cdef RequestCodecBase codec
 
     def __init__(self, name, numpy_array) -> None:
         kind = kinds.get(numpy_array.dtype) if type(numpy_array) is ndarray else None
@@ -85,18 +85,18 @@ cdef class SlabTensor:
     def raw(self):
         """The array whatever its type, to be read only: BF16 as its bits in uint16."""
         if self.array is None:
-            self.array = self.desk.view(self)
+            self.array = self.codec.view(self)
         return self.array
 
     cdef object own(self):
         """A copy, once. Large ones are made without the GIL: another thread may have been quicker."""
         if self.array is None:
-            copy = empty(self.axes, self.desk.dtypes[self._kind])
+            copy = empty(self.axes, self.codec.dtypes[self._kind])
             self.copy_to(copy)
         else:
             copy = self.array.copy()
         if self._lent:
-            self.array, self._lent, self.desk = copy, False, None
+            self.array, self._lent, self.codec = copy, False, None
         return self.array
 
     cdef int copy_to(self, array) except -1:
@@ -184,16 +184,16 @@ def get_input_tensor_by_name(inference_request, name):
 
 cdef class SlotRun:
     """A slot that runs here. It counts one for execute() and one for each reply that has not ended; a subclass has
-    `_keep`, for arrays over a place's slab that somebody still looks at."""
+    `_keep`, for arrays over a lease's slab that somebody still looks at."""
 
     cdef readonly object ring
-    cdef readonly RequestDesk desk
+    cdef readonly RequestCodecBase codec
     cdef readonly uint32_t slot
     cdef Py_ssize_t open
     cdef readonly list lent             # (row, what is lent from its slab)
 
-    def __init__(self, ring, RequestDesk desk not None, uint32_t slot, Py_ssize_t places) -> None:
-        self.ring, self.desk, self.slot, self.open, self.lent = ring, desk, slot, 1 + places, []
+    def __init__(self, ring, RequestCodecBase codec not None, uint32_t slot, Py_ssize_t leases) -> None:
+        self.ring, self.codec, self.slot, self.open, self.lent = ring, codec, slot, 1 + leases, []
 
     def settle(self) -> None:
         """One of those counted is done; the last one publishes the batch."""
@@ -238,7 +238,7 @@ cdef class OneReply:
     cdef readonly uint32_t _row
     cdef readonly bint decoupled, ended
     cdef public int64_t _sent           # answers, or parts
-    cdef int busy                       # threads that are about to answer: the place is not given up under them
+    cdef int busy                       # threads that are about to answer: the lease is not given up under them
     cdef public list wanted             # outputs that go back
 
     cpdef send(self, response, bint final):
@@ -259,7 +259,7 @@ cdef class OneReply:
             self.let_go()
 
     cpdef bint hold(self) noexcept:
-        """Until `let_go` the place stays this request's, whatever other threads do. False: it has ended."""
+        """Until `let_go` the lease stays this request's, whatever other threads do. False: it has ended."""
         if not self.ended:
             self.busy += 1
         return not self.ended
@@ -271,25 +271,25 @@ cdef class OneReply:
             self.close()
 
     cdef int answer(self, Outputs response) except -1:
-        cdef RequestDesk desk = self._batch.desk
+        cdef RequestCodecBase codec = self._batch.codec
         cdef uint64_t offset = 0, nbytes = 0
-        if response._error is None and response._parameters is None and desk.write(self, response, &offset, &nbytes):
-            self.place(0, offset, nbytes)
+        if response._error is None and response._parameters is None and codec.write(self, response, &offset, &nbytes):
+            self.answer_slab(0, offset, nbytes)
             return 0
         status, packed = self._packed(response)
-        self._place(status, packed)
+        self._answer_slab(status, packed)
         return 0
 
-    def _place(self, uint32_t status, tuple packed) -> None:
+    def _answer_slab(self, uint32_t status, tuple packed) -> None:
         """Answer with these outputs and this note."""
         self._sent = 1
-        offset, nbytes = self._batch.desk.put(*packed)
-        self.place(status, offset, nbytes)
+        offset, nbytes = self._batch.codec.put(*packed)
+        self.answer_slab(status, offset, nbytes)
 
-    cdef int place(self, uint32_t status, uint64_t offset, uint64_t nbytes) except -1:
+    cdef int answer_slab(self, uint32_t status, uint64_t offset, uint64_t nbytes) except -1:
         if offset == 0:
             status, nbytes = status or NO_ROOM, 0
-        self._batch.ring.answer_place(self._batch.slot, self._row, status, offset, nbytes)
+        self._batch.ring.answer_lease(self._batch.slot, self._row, status, offset, nbytes)
         return 0
 
     cpdef end(self):
@@ -322,7 +322,7 @@ cdef class Asked:
     cdef readonly list lent
 
 
-cdef class RequestDesk:
+cdef class RequestCodecBase:
     """Reads the requests of a worker's slots, and writes what they are answered with. A subclass says what seldom
     happens: `read_strings`, `read_note`, `fit`, `pack`, `put`, and what becomes of a request that cannot be read
     (`unreadable`) or answered (`unwritable`), or was before (`answered_twice`)."""
@@ -353,12 +353,12 @@ cdef class RequestDesk:
 
     # --- in ---
 
-    def read_all(self, SlotRun batch not None, list places not None, reply_type, bint decoupled) -> list:
-        """What is asked in these places of a slot, (row, rows, offset, bytes) each; those that cannot be read are
+    def read_all(self, SlotRun batch not None, list leases not None, reply_type, bint decoupled) -> list:
+        """What is asked in these leases of a slot, (row, rows, offset, bytes) each; those that cannot be read are
         answered."""
         cdef Asked one
         cdef list found = []
-        for row, rows, offset, nbytes in places:
+        for row, rows, offset, nbytes in leases:
             one = Asked.__new__(Asked)
             one.reply, one.lent = <OneReply?>reply_type.__new__(reply_type), []
             one.reply._batch, one.reply._row, one.reply.decoupled = batch, row, decoupled
@@ -373,7 +373,7 @@ cdef class RequestDesk:
         return found
 
     cpdef read(self, OneReply reply, uint64_t offset, uint64_t nbytes, list lent):
-        """The request of a place; `lent` gets what of it is lent. Raises ValueError, LookupError for a slab that does
+        """The request of a lease; `lent` gets what of it is lent. Raises ValueError, LookupError for a slab that does
         not hold the tensors it claims to."""
         cdef TensorsHead head
         cdef uint64_t note_at
@@ -413,7 +413,7 @@ cdef class RequestDesk:
                 bytes_of = PyMemoryView_FromMemory(<char*>slab + entry.offset, entry.bytes, PyBUF_READ)
                 tensor.array = self.read_strings(bytes_of, tensor.axes)
             else:
-                tensor.at, tensor.nbytes, tensor.desk, tensor._lent = slab + entry.offset, entry.bytes, self, True
+                tensor.at, tensor.nbytes, tensor.codec, tensor._lent = slab + entry.offset, entry.bytes, self, True
                 lent.append(tensor)
             if name in self.odd_in:
                 tensor.array = self.fit(tensor.raw, self.odd_in[name], lent)
@@ -461,7 +461,7 @@ cdef class RequestDesk:
             for i in range(count):
                 at = place_piece(&pieces[i], at)
             reply._sent = 1
-            nbytes[0], offset[0] = at, slab_lease(&self.arena.slabs, at, self.owner)
+            nbytes[0], offset[0] = at, slab_allocate(&self.arena.slabs, at, self.owner)
             if offset[0]:
                 write_pieces(pieces, count, self.arena.slabs.base + offset[0], at, b"")
         finally:

@@ -32,7 +32,7 @@ SHARED_NAMES: dict[str, str] = {
 # A docstring that begins so has no subject.
 RELATIVE = re.compile(r"(What|Whatever|Who|Whom|Whose|Whoever|Which|That|Those|The same)\b(?! (is|are) )?")
 
-# Words of an earlier private language, with the standard terms; docstrings and comments are searched.
+# Words of an earlier private language, with the standard terms; searched in docstrings, comments and ext/
 DENIED = {
     r"\bapart\b": "offload, in a thread",
     r"\bwishes\b|\b(a|the) wish\b": "model callback",
@@ -43,7 +43,14 @@ DENIED = {
     r"\bkicks?\b|\bbells?\b": "wake, eventfd",
     r"\bwho asks\b|\bwhoever\b": "caller, client",
     r"\bgives? itself\b|\bstands in for\b": "replaces",
+    r"\bupkeep\b": "maintenance",
+    r"\bpendings\b": "tickets",
+    r"\b(message|request)s? (frames?|outlines?)\b": "request template, message skeleton",
 }
+# Identifiers of compiled sources.
+DENIED_NAMES = re.compile(
+    r"\b(kick\w*|bells?_?\w*|tell(_\w+)?|told|hear|heard|upkeep|meter_\w+|outline|holes?)\b"
+)
 
 
 class Module:
@@ -143,6 +150,20 @@ def denied_words(module: Module) -> Iterator[tuple[int, str, str]]:
                 yield number, pattern, better
 
 
+def denied_in_compiled() -> Iterator[tuple[Path, int, str, str]]:
+    """Find private words in the sources of compiled modules: everywhere, identifiers included."""
+    for path in sorted((ROOT / "ext").glob("**/*")):
+        if path.suffix not in (".pyx", ".pxd", ".h"):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for pattern, better in DENIED.items():
+                if re.search(pattern, line):
+                    yield path.relative_to(ROOT), number, pattern, better
+            code = re.split(r"# |//|\"\"\"", line, maxsplit=1)[0]
+            if found := DENIED_NAMES.search(code):
+                yield path.relative_to(ROOT), number, found[0], "the field's term"
+
+
 def is_short(module: Module) -> bool:
     return (
         module.lines < SHORT_LINES
@@ -171,6 +192,7 @@ def main(prefixes: list[str]) -> int:
     shorts = [m for m in modules if is_short(m)]
     relative = [(m, n, t) for m in modules for n, t in m.docstrings() if RELATIVE.match(t)]
     denied = [(m, *word) for m in modules for word in denied_words(m)]
+    compiled = list(denied_in_compiled())
     odd = [(f, n) for f, n in folders(modules) if not 4 <= n <= 15]
     if prefixes:
         listed = [m for m in modules if str(m.path).startswith(tuple(prefixes))]
@@ -192,6 +214,14 @@ def main(prefixes: list[str]) -> int:
             sep="\n",
         )
         print(*(f"private word: {m.path}:{n}: {p} ({b})" for m, n, p, b in denied if m in listed), sep="\n")
+        print(
+            *(
+                f"private word: {f}:{n}: {p} ({b})"
+                for f, n, p, b in compiled
+                if str(f).startswith(tuple(prefixes))
+            ),
+            sep="\n",
+        )
         print(*(f"folder: {f}: {n} files" for f, n in odd if f.startswith(tuple(prefixes))), sep="\n")
         return 0
     figures = [
@@ -201,7 +231,7 @@ def main(prefixes: list[str]) -> int:
         (f"circles of more than {CYCLE_FILES} files", len(circles), 0),
         ("type names defined twice", len(twice), 0),
         ("docstrings that begin with a relative clause", len(relative), MAX_RELATIVE),
-        ("private words", len(denied), 0),
+        ("private words", len(denied) + len(compiled), 0),
         ("folders of fewer than 4 or more than 15 files", len(odd), 10),
     ]
     for what, count, limit in figures:

@@ -65,8 +65,8 @@ static const uint8_t SLOT_MOVES[SLOT_STATES][SLOT_EVENTS] = {
 
 enum RowState : uint32_t { ROW_EMPTY, ROW_RESERVED, ROW_COMMITTED, ROW_ANSWERED, ROW_DROPPED };
 
-// One place: the rows of one request in one slot, kept at its first row. Slabs attached to it are its
-// own (place_owner) until whoever moves it to DROPPED, or the worker that finds it there, lets go of them.
+// One lease: the rows of one request in one slot, kept at its first row. Slabs attached to it are its
+// own (lease_owner) until the process that moves it to DROPPED, or the worker that finds it there, frees them.
 typedef struct {
     uint32_t state;         // RowState, atomic
     uint16_t front;         // which front process waits for it
@@ -78,7 +78,7 @@ typedef struct {
     uint32_t status;        // 0 or the kind of its own failure
     uint32_t parts_read;    // of an answer in parts: how many the front has taken off its hands
     uint64_t queued_ns;     // since when it waits for a worker, CLOCK_MONOTONIC
-    uint64_t tag, echo;     // of this place alone, and what its worker made of it (claims.h)
+    uint64_t tag, echo;     // of this lease alone, and what its worker made of it (claims.h)
 } Row;
 
 static const uint64_t ECHO_TAKEN = 0x5afe7a6e0a7e5eedu, ECHO_PUBLISHED = 0x0dd5b17e0ff5e75au;
@@ -112,10 +112,10 @@ enum { SPREADS = 5, SPREAD_BUCKETS = 512 };
 typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
 
 // lives: deaths so far. ping: what the owner asks, pong: what of it the worker's loop has answered (notify.h).
-typedef struct { alignas(64) uint32_t asleep; uint32_t present, lives; uint64_t batches; uint32_t ping, pong; } WorkerDesk;
-typedef struct { alignas(64) uint32_t rung; uint32_t rescan; } FrontDesk;
+typedef struct { alignas(64) uint32_t asleep; uint32_t present, lives; uint64_t batches; uint32_t ping, pong; } WorkerFlags;
+typedef struct { alignas(64) uint32_t rung; uint32_t rescan; } FrontFlags;
 
-// WorkerDesk.asleep. Full: takes nothing now. Behind: neither, but who comes sets what stands still in it going.
+// WorkerFlags.asleep. Full: takes nothing now. Behind: neither, but who comes sets what stands still in it going.
 enum { AWAKE = 0, ASLEEP = 1, ASLEEP_UNTIL_DUE = 2, ASLEEP_FULL = 3, ASLEEP_BEHIND = 4 };
 
 typedef struct {
@@ -129,8 +129,8 @@ typedef struct {
     uint64_t input_offset[MAX_COLUMNS], output_offset[MAX_COLUMNS];     // within a slot
     alignas(64) uint64_t open;      // | openings 32 | slot + 1, or 0, 32 |
     alignas(64) uint64_t next_seq;
-    WorkerDesk worker[MAX_WORKERS];
-    FrontDesk front[MAX_FRONTS];
+    WorkerFlags worker[MAX_WORKERS];
+    FrontFlags front[MAX_FRONTS];
     alignas(64) Counters counters[COUNT_KINDS];
     uint64_t served_rows, served_ns;        // rows of requests answered well, and when the last of them was
 } ArenaHeader;
@@ -233,7 +233,7 @@ static inline void arena_format(ArenaHeader *h, uint32_t slab_pages)
 // derived must be what arena_measure() derives, and no product of it may overflow.
 static inline bool arena_sound(ArenaHeader *h, uint64_t bytes)
 {
-    ArenaHeader told = *h;
+    ArenaHeader expected = *h;
     if (h->magic != ARENA_MAGIC || h->layout != ARENA_LAYOUT || h->total_bytes > bytes || bytes > (uint64_t)1 << 46)
         return false;
     if (h->slots < 1 || h->slots > 65536 || h->max_rows < 1 || h->max_rows > MAX_BATCH_ROWS)
@@ -246,7 +246,7 @@ static inline bool arena_sound(ArenaHeader *h, uint64_t bytes)
         if (h->input_row_bytes[i] > bytes / h->max_rows || h->output_row_bytes[i] > bytes / h->max_rows)
             return false;
     uint64_t slabs_offset = arena_measure(h);
-    return slabs_offset <= h->total_bytes && slabs_offset == told.slabs_offset && h->slot_bytes == told.slot_bytes;
+    return slabs_offset <= h->total_bytes && slabs_offset == expected.slabs_offset && h->slot_bytes == expected.slot_bytes;
 }
 
 // False when the memory does not hold an arena this code understands. A worker may have scribbled over
@@ -261,7 +261,7 @@ static inline bool arena_attach(Arena *a, uint8_t *base, uint64_t bytes)
     a->header = (ArenaHeader *)base;
     a->base = base;
     a->front = a->ready = a->credit = 0;
-    a->owner = OWNER_PLACE;     // until it is known
+    a->owner = OWNER_LEASE;     // until it is known
     a->slot_base = base + h.slots_offset;
     a->slots = h.slots, a->max_rows = h.max_rows, a->workers = h.workers, a->fronts = h.fronts;
     a->inputs = h.inputs, a->outputs = h.outputs;

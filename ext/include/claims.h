@@ -1,18 +1,18 @@
-// What a front knows of its own places without asking shared memory, which a worker gone mad may have changed.
+// What a front knows of its own leases without asking shared memory, which a worker gone mad may have changed.
 //
-// Each place has a tag, a number only its front made and only its rows carry. It travels with the place:
+// Each lease has a tag, a number only its front made and only its rows carry. It travels with the lease:
 //
 //   front   commit    row.tag = tag                        the inputs are written
 //   worker  take      row.echo = tag ^ TAKEN ^ rows               seen before the run, as so many rows
-//   worker  publish   row.echo = tag ^ TAKEN ^ rows ^ PUBLISHED   unless another place covers the row
+//   worker  publish   row.echo = tag ^ TAKEN ^ rows ^ PUBLISHED   unless another lease covers the row
 //   front   answered  row.tag, row.echo and row.rows are what they must be
 //
 // So the rows of a batch that was never run, was run before they were written, or was given to somebody else
 // meanwhile, fail their caller instead of answering with another's numbers. Slabs carry the tag of their
-// place as their owner (place_owner), and are read and released as that place's only. This withstands
+// lease as their owner (lease_owner), and are read and released as that lease's only. This withstands
 // accidents, not intent: a worker has the data of every caller of its version anyway.
 //
-// The claims are this front's private memory, one word a row: no two places of one front ever overlap,
+// The claims are this front's private memory, one word a row: no two leases of one front ever overlap,
 // whatever the slots' words say. LEFT marks rows whose caller has gone, and that a slot may be reused for.
 #pragma once
 #include <stdlib.h>
@@ -21,7 +21,7 @@
 static const uint64_t LEFT = (uint64_t)1 << 63;
 
 typedef struct {
-    uint64_t *held;     // tag of the place each row belongs to, 0 for none; slots x max_rows, zero pages until used
+    uint64_t *held;     // tag of the lease each row belongs to, 0 for none; slots x max_rows, zero pages until used
                         // of a worker: how many rows each slot had when it was taken, at the slot's first row
     uint64_t next;      // of tags
 } Claims;
@@ -44,19 +44,19 @@ static inline uint64_t claim_tag(Claims *c)
     return z ? z : 1;
 }
 
-static inline uint64_t *claim_at(const Arena *a, const Claims *c, int64_t place)
+static inline uint64_t *claim_at(const Arena *a, const Claims *c, int64_t lease)
 {
-    return c->held + (uint64_t)(place >> 16) * a->max_rows + (place & 0xffff);
+    return c->held + (uint64_t)(lease >> 16) * a->max_rows + (lease & 0xffff);
 }
 
 static inline uint64_t *claims_ran(const Arena *a, const Claims *c, uint32_t slot) { return c->held + (uint64_t)slot * a->max_rows; }
 
-static inline uint64_t claim_of(const Arena *a, const Claims *c, int64_t place) { return *claim_at(a, c, place) & ~LEFT; }
+static inline uint64_t claim_of(const Arena *a, const Claims *c, int64_t lease) { return *claim_at(a, c, lease) & ~LEFT; }
 
 // The rows are ours now; false when some of them are already.
-static inline bool claim_rows(const Arena *a, Claims *c, int64_t place, uint32_t rows)
+static inline bool claim_rows(const Arena *a, Claims *c, int64_t lease, uint32_t rows)
 {
-    uint64_t *held = claim_at(a, c, place);
+    uint64_t *held = claim_at(a, c, lease);
     uint64_t taken = 0;
     for (uint32_t r = 0; r < rows; r++)
         taken |= held[r] & LEFT ? 0 : held[r];
@@ -69,37 +69,37 @@ static inline bool claim_rows(const Arena *a, Claims *c, int64_t place, uint32_t
 }
 
 // Rows that shared memory gave us a second time: nobody waits for them, and nothing in them is touched.
-static inline void claim_refuse(Arena *a, int64_t place, uint32_t rows)
+static inline void claim_refuse(Arena *a, int64_t lease, uint32_t rows)
 {
-    Slot *s = slot_at(a, (uint32_t)(place >> 16));
-    __atomic_store_n(&rows_of(s)[place & 0xffff].state, (uint32_t)ROW_DROPPED, __ATOMIC_RELEASE);
+    Slot *s = slot_at(a, (uint32_t)(lease >> 16));
+    __atomic_store_n(&rows_of(s)[lease & 0xffff].state, (uint32_t)ROW_DROPPED, __ATOMIC_RELEASE);
     slot_settle_gone(a, s, rows);
 }
 
-// `mark` is what the rows of a place are left with: 0, or LEFT.
-static inline void claim_end(const Arena *a, Claims *c, int64_t place, uint64_t mark)
+// `mark` is what the rows of a lease are left with: 0, or LEFT.
+static inline void claim_end(const Arena *a, Claims *c, int64_t lease, uint64_t mark)
 {
-    uint64_t *held = claim_at(a, c, place);
+    uint64_t *held = claim_at(a, c, lease);
     uint64_t tag = *held;
-    for (uint32_t r = place & 0xffff; tag && r < a->max_rows && *held == tag; r++, held++)
+    for (uint32_t r = lease & 0xffff; tag && r < a->max_rows && *held == tag; r++, held++)
         *held = mark ? tag | mark : 0;
 }
 
-static inline Row *claim_row(const Arena *a, int64_t place) { return rows_of(slot_at(a, (uint32_t)(place >> 16))) + (place & 0xffff); }
+static inline Row *claim_row(const Arena *a, int64_t lease) { return rows_of(slot_at(a, (uint32_t)(lease >> 16))) + (lease & 0xffff); }
 
-// Whether the row table still says that the place is ours.
-static inline bool claim_stands(const Arena *a, const Claims *c, int64_t place)
+// Whether the row table still says that the lease is ours.
+static inline bool claim_stands(const Arena *a, const Claims *c, int64_t lease)
 {
-    return claim_row(a, place)->tag == claim_of(a, c, place);
+    return claim_row(a, lease)->tag == claim_of(a, c, lease);
 }
 
-// Whether this very place was run, after it was committed, and nobody else was put into its rows.
-static inline bool claim_answered(const Arena *a, const Claims *c, int64_t place, uint32_t rows)
+// Whether this very lease was run, after it was committed, and nobody else was put into its rows.
+static inline bool claim_answered(const Arena *a, const Claims *c, int64_t lease, uint32_t rows)
 {
-    uint64_t tag = claim_of(a, c, place);
-    const Row *row = claim_row(a, place);
+    uint64_t tag = claim_of(a, c, lease);
+    const Row *row = claim_row(a, lease);
     bool whole = tag && row->tag == tag && row->echo == (echo_of(tag, rows) ^ ECHO_PUBLISHED) && row->rows == rows;
-    for (uint32_t r = 1; whole && a->fronts > 1 && r < rows; r++)    // one front's places cannot overlap
+    for (uint32_t r = 1; whole && a->fronts > 1 && r < rows; r++)    // one front's leases cannot overlap
         whole = row[r].state == ROW_EMPTY;
     return whole;
 }

@@ -50,8 +50,8 @@ static inline void spread_add(const Arena *a, uint32_t kind, uint64_t ns, uint64
 // The requests of one batch, counted while its rows are walked.
 typedef struct { uint64_t well, rows, queue_ns, well_ns, badly, badly_ns; } BatchCounters;
 
-// A place that has waited since 0 is a row its scheduler needed, and nobody's request.
-static inline void counters_place(const Arena *a, BatchCounters *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
+// A lease that has waited since 0 is a row its scheduler needed, and nobody's request.
+static inline void counters_lease(const Arena *a, BatchCounters *sum, const Slot *s, const Row *row, uint32_t rows, uint64_t now)
 {
     if (!row->queued_ns)
         return;

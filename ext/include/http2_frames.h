@@ -308,10 +308,10 @@ inline bool Http2Reader::gather(Http2Event *event)
     if (left)
         return false;
     state = HEADER;
-    bool told = take_whole(event, payload, size);
-    if (!told)
+    bool taken = take_whole(event, payload, size);
+    if (!taken)
         h2_drop(&held);         // a part of a header block, copied
-    return told;
+    return taken;
 }
 
 // The next event of the input; false when it is used up.

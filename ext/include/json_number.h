@@ -87,8 +87,8 @@ static inline double nearest_double(const uint8_t *text, const uint8_t *end, con
     if (!d->dropped || value == decimal_to_double(d->value + 1, d->power))
         return value;
     double exact = value;
-    auto told = std::from_chars((const char *)text, (const char *)end, exact);
-    if (told.ec == std::errc::result_out_of_range)  // too far either way; `exact` is untouched
+    auto parsed = std::from_chars((const char *)text, (const char *)end, exact);
+    if (parsed.ec == std::errc::result_out_of_range)  // too far either way; `exact` is untouched
         return value > 1.0 ? HUGE_VAL : 0.0;
     return exact;
 }

@@ -3,7 +3,7 @@
 //
 // A front may die between any two instructions. Its rows are found in the row table (slot_reclaim); where it
 // died between moving the table and moving the word, the two disagree (slot_lost). Live processes make them
-// disagree too, for nanoseconds, so that only what was lost twice, a while apart, is forgiven.
+// disagree too, for nanoseconds, so that only what was lost twice, some time in between, is forgiven.
 #pragma once
 #include "arena.h"
 #include "runs.h"
@@ -12,9 +12,9 @@ static inline bool row_reclaim(Arena *a, Slot *s, uint32_t r, uint32_t rows)
 {
     Row *row = rows_of(s) + r;
     if (swap_row(row, ROW_RESERVED, ROW_DROPPED)) {
-        // Attached and not yet given to the place: the worker that finds the place dropped lets go of it.
+        // Attached and not yet given to the lease: the worker that finds the lease dropped lets go of it.
         if (a->slabs.pages && row->in_offset)
-            slab_give(&a->slabs, row->in_offset, 1 + row->front, OWNER_PLACE);
+            slab_give(&a->slabs, row->in_offset, 1 + row->front, OWNER_LEASE);
         clear_inputs(a, s, r, rows);
         slot_settle_gone(a, s, rows);
         return true;
@@ -31,7 +31,7 @@ static inline bool row_reclaim(Arena *a, Slot *s, uint32_t r, uint32_t rows)
     return true;
 }
 
-// Let go of everything front `front` held in slot `i`, as far as the row table tells; returns how many places.
+// Let go of everything front `front` held in slot `i`, as far as the row table tells; returns how many leases.
 static inline uint32_t slot_reclaim(Arena *a, uint32_t i, uint32_t front)
 {
     Slot *s = slot_at(a, i);
@@ -50,7 +50,7 @@ static inline uint32_t slot_reclaim(Arena *a, uint32_t i, uint32_t front)
     return touched;
 }
 
-// Rows that the word counts and no place accounts for: between moving the one and the other a process is
+// Rows that the word counts and no lease accounts for: between moving the one and the other a process is
 // a few instructions away from making it right, unless it died there. 0 when all is well or in motion.
 static inline uint32_t slot_lost(const Arena *a, uint32_t i, uint32_t *generation)
 {
@@ -77,7 +77,7 @@ static inline void front_reclaim(const Arena *a, uint32_t front)
     slab_reclaim(&a->slabs, 1 + front);
 }
 
-// Make up for rows found lost twice, long enough apart that only a dead process can have left them.
+// Make up for rows found lost twice, with enough time in between that only a dead process can have left them.
 static inline bool slot_forgive(Arena *a, uint32_t i, uint32_t generation, uint32_t lost)
 {
     Slot *s = slot_at(a, i);

@@ -1,4 +1,4 @@
-// What workers do with slots: take a batch, answer its places, publish it; and give it to another after a death.
+// What workers do with slots: take a batch, answer its leases, publish it; and give it to another after a death.
 #pragma once
 #include "slots.h"
 
@@ -63,10 +63,10 @@ static inline int64_t slot_take(Arena *a, uint32_t worker, uint64_t *due_ns)
     return slot_take_ready(a, worker);
 }
 
-// What a worker says of a place it has taken with so many rows.
+// What a worker says of a lease it has taken with so many rows.
 static inline uint64_t echo_of(uint64_t tag, uint32_t rows) { return tag ^ ECHO_TAKEN ^ (uint64_t)rows << 48; }
 
-// The worker that took the slot has seen these places, whose inputs are therefore written; how many rows it runs.
+// The worker that took the slot has seen these leases, whose inputs are therefore written; how many rows it runs.
 static inline uint32_t slot_see(const Arena *a, Slot *s)
 {
     uint64_t w = load64(&s->word);
@@ -101,7 +101,7 @@ static inline uint32_t slot_answer(const Arena *a, Slot *s, uint32_t reserved, u
             bool seen = r + span <= reserved && rows[r].echo == echo_of(rows[r].tag, span);
             rows[r].echo = seen ? rows[r].echo ^ ECHO_PUBLISHED : 0;
             *fronts |= (uint64_t)1 << (rows[r].front & 63);
-            counters_place(a, sum, s, rows + r, span, s->done_ns);
+            counters_lease(a, sum, s, rows + r, span, s->done_ns);
         } else {
             *left |= (uint64_t)1 << (rows[r].front & 63);
             release_slabs(a, rows + r);

@@ -16,16 +16,16 @@
 #include <sys/mman.h>
 
 // Owners: fronts are 1.., workers WORKER_OWNER.. with the number of their life above it (worker_owner()), so that nobody
-// takes a lease of the next life for one of the last; what is attached to a place has an owner made of its tag, or
-// OWNER_PLACE where the one that attached it died.
-enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, WORKER_OWNER = 0x4000, OWNER_PLACE = 0xffff };
+// takes a lease of the next life for one of the last; what is attached to a lease has an owner made of its tag, or
+// OWNER_LEASE where the one that attached it died.
+enum { SLAB_PAGE = 4096, SLAB_MAGIC = 0x626c7361, WORKER_OWNER = 0x4000, OWNER_LEASE = 0xffff };
 static const uint32_t INSIDE = 0xffffffffu;
 enum { FREE_CLEAN = 0, FREE_WARM = 1, FREE_OLD = 2 };
 enum { HINT_TRIES = 64, TRIM_RUN = 256 };
-static const uint32_t PLACES = 0x80000000u;
-static inline uint32_t place_owner(uint64_t tag) { return PLACES | (uint32_t)tag; }
+static const uint32_t LEASES = 0x80000000u;
+static inline uint32_t lease_owner(uint64_t tag) { return LEASES | (uint32_t)tag; }
 static inline uint32_t life_owner(uint32_t worker, uint32_t life) { return WORKER_OWNER + worker + ((life & 0x7fff) << 16); }
-static inline bool same_process(uint32_t a, uint32_t b) { return a == b || (((a | b) & PLACES) == 0 && (a & 0xffff) == (b & 0xffff)); }
+static inline bool same_process(uint32_t a, uint32_t b) { return a == b || (((a | b) & LEASES) == 0 && (a & 0xffff) == (b & 0xffff)); }
 
 // `hint` is | how often something was freed 32 | a page 32 |: no page below it is free. `top`: no page from it on was ever leased.
 typedef struct { uint32_t magic, pages; uint64_t pages_offset; alignas(64) uint64_t hint; uint64_t top; alignas(64) uint64_t words[1]; } SlabHeader;
@@ -69,7 +69,7 @@ static inline uint32_t slab_top(const Slabs *s)
     return top < s->pages ? (uint32_t)top : s->pages;
 }
 
-// Before the pages are claimed: whoever dies with them is looked for up to there.
+// Before the pages are claimed: a process that dies with them is looked for up to there.
 static inline void slab_raise(const Slabs *s, uint64_t end)
 {
     uint64_t top = __atomic_load_n(&s->header->top, __ATOMIC_RELAXED);
@@ -141,7 +141,7 @@ static inline int64_t slab_fit(const Slabs *s, uint64_t from, uint32_t to, uint3
 }
 
 // A lease of at least `bytes` bytes: its offset from the slabs' start, or 0 when there is no room.
-static inline uint64_t slab_lease(const Slabs *s, uint64_t bytes, uint32_t owner)
+static inline uint64_t slab_allocate(const Slabs *s, uint64_t bytes, uint32_t owner)
 {
     uint64_t count = (bytes + SLAB_PAGE - 1) / SLAB_PAGE;
     if (count == 0)

@@ -3,13 +3,13 @@
 #pragma once
 #include "counters.h"
 
-enum { PLACE_FULL = -1, PLACE_OVER = -3 };     // no slot is free; more rows wait than may
+enum { LEASE_FULL = -1, LEASE_OVER = -3 };     // no slot is free; more rows wait than may
 
 // Loops that another process could keep from ending, by changing words as fast as we read them, give up.
 enum { MOST_TRIES = 1024 };
 
-// The only way to READY: whoever makes a batch ready owes a worker the word (notify.h: tell_workers), because those
-// who sleep until a batch is due hear of nothing else.
+// The only way to READY: a process that makes a batch ready must wake a worker (notify.h: notify_workers), because those
+// that sleep until a batch is due are woken by nothing else.
 static inline bool swap_ready(Arena *a, Slot *s, uint64_t *expected, uint64_t wanted)
 {
     if (!swap_word(&s->word, expected, wanted))
@@ -138,8 +138,8 @@ static inline bool rows_admit(Arena *a, uint32_t rows)
     return true;
 }
 
-// A place for `rows` rows: slot << 16 | first row, or PLACE_FULL. 1 <= rows <= max_rows.
-static inline int64_t place_find(Arena *a, uint32_t rows, uint32_t front)
+// A lease for `rows` rows: slot << 16 | first row, or LEASE_FULL. 1 <= rows <= max_rows.
+static inline int64_t lease_find(Arena *a, uint32_t rows, uint32_t front)
 {
     for (uint32_t tries = 0; tries < MOST_TRIES; tries++) {
         uint64_t open = load64(&a->header->open);
@@ -169,20 +169,20 @@ static inline int64_t place_find(Arena *a, uint32_t rows, uint32_t front)
                 slot_seal(a, i);
         }
         if (!slot_open(a, open, front))
-            return PLACE_FULL;
+            return LEASE_FULL;
     }
-    return PLACE_FULL;
+    return LEASE_FULL;
 }
 
-// The same, or PLACE_OVER.
-static inline int64_t place_reserve(Arena *a, uint32_t rows, uint32_t front)
+// The same, or LEASE_OVER.
+static inline int64_t lease_reserve(Arena *a, uint32_t rows, uint32_t front)
 {
     if (!rows_admit(a, rows))
-        return PLACE_OVER;
-    int64_t place = place_find(a, rows, front);
-    if (place < 0)
+        return LEASE_OVER;
+    int64_t lease = lease_find(a, rows, front);
+    if (lease < 0)
         a->credit += rows;
-    return place;
+    return lease;
 }
 
 static inline uint32_t row_span(const Arena *a, const Row *rows, uint32_t r)
@@ -201,7 +201,7 @@ static inline void release_slab(const Arena *a, uint64_t *held, uint64_t tag)
 {
     uint64_t offset = load64(held);
     uint32_t owner = a->slabs.pages && offset ? slab_owner(&a->slabs, offset) : 0;
-    bool ours = owner && (owner == place_owner(tag) || owner == OWNER_PLACE) && slab_give(&a->slabs, offset, owner, a->owner);
+    bool ours = owner && (owner == lease_owner(tag) || owner == OWNER_LEASE) && slab_give(&a->slabs, offset, owner, a->owner);
     __atomic_compare_exchange_n(held, &offset, (uint64_t)0, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     if (ours)
         slab_release(&a->slabs, offset);
@@ -234,7 +234,7 @@ static inline uint64_t word_claimed(const Arena *a, uint64_t w)
     return make_word(word_generation(w), a->front, SLOT_CLAIMED, word_reserved(w), word_settled(w));
 }
 
-// Of a slot that is ours: what its places still hold goes back, and so does the slot.
+// Of a slot that is ours: what its leases still hold goes back, and so does the slot.
 static inline bool slot_empty(const Arena *a, Slot *s, uint64_t claimed)
 {
     Row *rows = rows_of(s);
@@ -278,10 +278,10 @@ static inline void slot_settle_gone(Arena *a, Slot *s, uint32_t rows)
 }
 
 // The rows are written: a worker may see them.
-static inline void place_commit(Arena *a, int64_t place, uint32_t rows, uint64_t now_ns, uint64_t tag)
+static inline void lease_commit(Arena *a, int64_t lease, uint32_t rows, uint64_t now_ns, uint64_t tag)
 {
-    Slot *s = slot_at(a, (uint32_t)(place >> 16));
-    Row *row = rows_of(s) + (place & 0xffff);
+    Slot *s = slot_at(a, (uint32_t)(lease >> 16));
+    Row *row = rows_of(s) + (lease & 0xffff);
     row->queued_ns = now_ns, row->tag = tag;
     __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);
     slot_settle(a, s, rows);
@@ -294,7 +294,7 @@ static inline void clear_inputs(const Arena *a, Slot *s, uint32_t first, uint32_
 }
 
 // Give the last rows of an open slot back, as if never reserved.
-static inline bool place_return(Slot *s, uint32_t start, uint32_t rows)
+static inline bool lease_return(Slot *s, uint32_t start, uint32_t rows)
 {
     Row *row = rows_of(s) + start;
     uint64_t w = load64(&s->word);
@@ -310,11 +310,11 @@ static inline bool place_return(Slot *s, uint32_t start, uint32_t rows)
 
 // The rows will not be written. They are given back if they are the last of an open slot; else the
 // batch keeps them as zeros. Either way they may have been what the batch waited for.
-static inline void place_abandon(Arena *a, int64_t place, uint32_t rows)
+static inline void lease_abandon(Arena *a, int64_t lease, uint32_t rows)
 {
-    Slot *s = slot_at(a, (uint32_t)(place >> 16));
-    uint32_t start = place & 0xffff;
-    if (place_return(s, start, rows)) {
+    Slot *s = slot_at(a, (uint32_t)(lease >> 16));
+    uint32_t start = lease & 0xffff;
+    if (lease_return(s, start, rows)) {
         slot_leave(a, s);
         return;
     }
@@ -338,19 +338,19 @@ static inline bool row_drop(const Arena *a, Slot *s, Row *row, uint32_t rows)
 }
 
 // The caller no longer waits. True: the rows are dropped and need no release.
-// False: a worker has answered; release the place when the batch is done.
-static inline bool place_drop(const Arena *a, int64_t place, uint32_t rows)
+// False: a worker has answered; release the lease when the batch is done.
+static inline bool lease_drop(const Arena *a, int64_t lease, uint32_t rows)
 {
-    Slot *s = slot_at(a, (uint32_t)(place >> 16));
-    return row_drop(a, s, rows_of(s) + (place & 0xffff), rows);
+    Slot *s = slot_at(a, (uint32_t)(lease >> 16));
+    return row_drop(a, s, rows_of(s) + (lease & 0xffff), rows);
 }
 
 // The same with the slab of inputs that was attached to it: what could not be submitted.
-static inline void place_give_back(Arena *a, int64_t place, uint32_t rows)
+static inline void lease_give_back(Arena *a, int64_t lease, uint32_t rows)
 {
-    Row *row = rows_of(slot_at(a, (uint32_t)(place >> 16))) + (place & 0xffff);
+    Row *row = rows_of(slot_at(a, (uint32_t)(lease >> 16))) + (lease & 0xffff);
     release_slab(a, &row->in_offset, row->tag);
-    place_abandon(a, place, rows);
+    lease_abandon(a, lease, rows);
 }
 
 // `rows` rows of a done batch need it no longer. The last release frees its slot.
@@ -369,10 +369,10 @@ static inline void slot_release(const Arena *a, Slot *s, uint32_t rows)
 }
 
 // The answer has been read; once, however often it is said (a reclaim may say it for a dying front).
-static inline void place_release(const Arena *a, int64_t place, uint32_t rows)
+static inline void lease_release(const Arena *a, int64_t lease, uint32_t rows)
 {
-    Slot *s = slot_at(a, (uint32_t)(place >> 16));
-    Row *row = rows_of(s) + (place & 0xffff);
+    Slot *s = slot_at(a, (uint32_t)(lease >> 16));
+    Row *row = rows_of(s) + (lease & 0xffff);
     if (!swap_row(row, ROW_ANSWERED, ROW_DROPPED))
         return;
     release_slabs(a, row);

@@ -1,11 +1,11 @@
 // Text generation across the process line: prompts to a worker, tokens to a front.
 //
-//   prompt, in the slab of its place:  [ PromptHead | int32 x ids | note ]
+//   prompt, in the slab of its lease:  [ PromptHead | int32 x ids | note ]
 //   tokens, in a slab of the worker's: [ RecordsHead | TokenRecord x count | their extra bytes, one after the other ]
 //
-// A front hears of tokens by one RECORDS message for all of a step that are for it. The slab is the worker's until the
+// A front gets tokens in one RECORDS message for all of a step that are for it. The slab is the worker's until the
 // front takes it (notify.h). A sequence is known by its rid,
-// | 01 | of its place's tag 46 | slot 16 |: as its front alone made the tag, whatever is written elsewhere in shared
+// | 01 | of its lease's tag 46 | slot 16 |: as its front alone made the tag, whatever is written elsewhere in shared
 // memory brings nobody the tokens of somebody else.
 #pragma once
 #include "notify.h"
@@ -58,7 +58,7 @@ typedef struct {
     uint32_t sent;          // records
     uint32_t at;            // among those active
     uint16_t front;
-    bool told;              // the engine was told to end it
+    bool end_sent;              // the engine was told to end it
     bool refused;           // it had no room when the engine last asked
 } Seat;
 
@@ -135,7 +135,7 @@ static inline bool pile_put(Pile *pile, const TokenRecord *record, const uint8_t
 }
 
 // One record more of a sequence. False without memory. From the first one on it cannot begin again elsewhere, so
-// its prompt is let go of, and whoever ends it after a death sees that it had begun.
+// its prompt is let go of, and the process that ends it after a death sees that it had begun.
 static inline bool seat_say(const Arena *a, Sender *s, uint32_t owner, Seat *seat, int32_t token, uint32_t finish, uint32_t took_us,
                             const uint8_t *extra, uint32_t extra_bytes)
 {
@@ -159,7 +159,7 @@ static inline bool seat_say(const Arena *a, Sender *s, uint32_t owner, Seat *sea
 
 static inline bool reader_near(const Arena *a, const Sender *s, const Seat *seat)
 {
-    uint32_t read = desk_load(&rows_of(slot_at(a, seat->rid & 0xffff))->parts_read);
+    uint32_t read = flag_load(&rows_of(slot_at(a, seat->rid & 0xffff))->parts_read);
     return (int32_t)(seat->sent - read) < (int32_t)s->window;
 }
 
@@ -170,12 +170,12 @@ static inline bool seat_room(const Arena *a, const Sender *s, Seat *seat)
     return !seat->refused;
 }
 
-// Write a front's pile into a slab and say so. False: no memory or no place in the ring now, the pile is kept.
-static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_t owner, uint32_t front, int bell)
+// Write a front's pile into a slab and say so. False: no memory or no room in the ring now, the pile is kept.
+static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_t owner, uint32_t front, int doorbell)
 {
     Pile *pile = s->piles + front;
     RecordsHead head = {sizeof(RecordsHead) + pile->used + pile->extra_used, (uint32_t)(pile->used / sizeof(TokenRecord)), 0};
-    uint64_t offset = slab_lease(&a->slabs, head.nbytes, owner);
+    uint64_t offset = slab_allocate(&a->slabs, head.nbytes, owner);
     if (!offset)
         return false;
     uint8_t *at = a->slabs.base + offset;
@@ -184,7 +184,7 @@ static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_
     if (pile->extra_used)
         memcpy(at + sizeof head + pile->used, pile->extra, pile->extra_used);
     Message message = {0, 0, RECORDS_MESSAGE, life_of(owner), offset, head.nbytes, 0};
-    if (!tell_front(a, worker, front, bell, &message)) {
+    if (!notify_front(a, worker, front, doorbell, &message)) {
         slab_release(&a->slabs, offset);
         return false;
     }
@@ -194,26 +194,26 @@ static inline bool pile_send(const Arena *a, Sender *s, uint32_t worker, uint32_
 
 // Every active sequence gives a sign of life: who hangs in a step does not.
 // Wait until there is something to do: a prompt (unless `full`), room for who was refused, a prompt that nobody else can
-// take while somebody was refused, or somebody left. Bits as of bell_wait. With no time to wait it is a look at the
+// take while somebody was refused, or somebody left. Bits as of doorbell_wait. With no time to wait it is a look at the
 // control line.
-static inline int sender_sleep(const Arena *a, const Sender *s, uint32_t worker, int bell, int control, int64_t most_ns, bool full)
+static inline int sender_sleep(const Arena *a, const Sender *s, uint32_t worker, int doorbell, int control, int64_t most_ns, bool full)
 {
     worker_turn(a, worker);
     if (most_ns == 0)
-        return bell_wait(bell, control, 0);
+        return doorbell_wait(doorbell, control, 0);
     uint32_t *asleep = &a->header->worker[worker].asleep;
     bool behind = false, wanted = false;
     for (uint32_t i = 0; i < s->actives && !behind; i++)
         behind = s->seats[s->active[i]].refused;
-    desk_exchange(asleep, !full ? ASLEEP : behind ? ASLEEP_BEHIND : ASLEEP_FULL);
+    flag_exchange(asleep, !full ? ASLEEP : behind ? ASLEEP_BEHIND : ASLEEP_FULL);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     // Once more, now that who comes after the look sees the flag.
     for (uint32_t i = 0; i < s->actives && !wanted; i++)
         wanted = s->seats[s->active[i]].refused && reader_near(a, s, s->seats + s->active[i]);
     for (uint32_t i = 0; i < a->slots && !wanted && (!full || behind); i++)
         wanted = word_state(load64(&slot_at(a, i)->word)) == SLOT_READY;
-    int why = bell_wait(bell, control, wanted ? 0 : most_ns);
-    desk_exchange(asleep, AWAKE);
+    int why = doorbell_wait(doorbell, control, wanted ? 0 : most_ns);
+    flag_exchange(asleep, AWAKE);
     return why;
 }
 
@@ -236,21 +236,21 @@ static inline bool records_take(const Arena *a, uint32_t worker, uint32_t owner,
 typedef struct { uint64_t rid; uint32_t came, taken; } Listener;
 
 // Wake the worker that runs a slot, if it sleeps.
-static inline void wake_worker(const Arena *a, const int *bells, uint32_t slot)
+static inline void wake_worker(const Arena *a, const int *doorbells, uint32_t slot)
 {
     uint32_t worker = word_worker(load64(&slot_at(a, slot)->word));
-    if (worker < a->workers && desk_load(&a->header->worker[worker].asleep) != AWAKE &&
-        desk_exchange(&a->header->worker[worker].asleep, AWAKE) != AWAKE && bells[worker] >= 0)
-        bell_ring(bells[worker]);
+    if (worker < a->workers && flag_load(&a->header->worker[worker].asleep) != AWAKE &&
+        flag_exchange(&a->header->worker[worker].asleep, AWAKE) != AWAKE && doorbells[worker] >= 0)
+        doorbell_ring(doorbells[worker]);
 }
 
 // So many records more have been passed on. Who sleeps because of them is woken once half of them are read.
-static inline void listener_taken(const Arena *a, Listener *l, const int *bells, uint32_t slot, uint32_t count, uint32_t window)
+static inline void listener_taken(const Arena *a, Listener *l, const int *doorbells, uint32_t slot, uint32_t count, uint32_t window)
 {
     Row *row = rows_of(slot_at(a, slot));
     uint32_t before = l->came - l->taken;
     l->taken += count;
-    desk_exchange(&row->parts_read, l->taken);
+    flag_exchange(&row->parts_read, l->taken);
     if (before > window / 2 && (int32_t)(l->came - l->taken) <= (int32_t)(window / 2))
-        wake_worker(a, bells, slot);
+        wake_worker(a, doorbells, slot);
 }

@@ -13,17 +13,17 @@ enum { TRIM_PAGES = 4096 };     // at a time: 16 MB take some 4 ms
 
 // What the process that looks remembers of a slot: the generation it found at its last look, and the one whose
 // columns hold no memory.
-typedef struct { uint16_t seen, clean; } SlotLook;
-typedef struct { SlotLook *slots; uint32_t slot, page; } TrimLooks;
+typedef struct { uint16_t seen, clean; } SlotScan;
+typedef struct { SlotScan *slots; uint32_t slot, page; } ArenaScan;
 
-static inline bool looks_open(const Arena *a, TrimLooks *t)
+static inline bool scan_open(const Arena *a, ArenaScan *t)
 {
-    t->slots = (SlotLook *)calloc(a->slots, sizeof(SlotLook));
+    t->slots = (SlotScan *)calloc(a->slots, sizeof(SlotScan));
     return t->slots != NULL;
 }
 
 // Drop what the columns of a free slot hold; pages that they share with the row table stay. How many pages.
-static inline uint32_t slot_drop(const Arena *a, uint32_t i, uint32_t front, uint64_t w, SlotLook *look)
+static inline uint32_t slot_drop(const Arena *a, uint32_t i, uint32_t front, uint64_t w, SlotScan *scan)
 {
     Slot *s = slot_at(a, i);
     uint64_t claimed = make_word(word_generation(w), front, SLOT_CLAIMED, 0, 0);
@@ -33,22 +33,22 @@ static inline uint32_t slot_drop(const Arena *a, uint32_t i, uint32_t front, uin
     uintptr_t to = ((uintptr_t)s + a->slot_bytes) & ~(uintptr_t)(SLAB_PAGE - 1);
     if (to > from)
         madvise((void *)from, to - from, MADV_REMOVE);
-    look->seen = look->clean = (uint16_t)(word_generation(claimed) + 1);
+    scan->seen = scan->clean = (uint16_t)(word_generation(claimed) + 1);
     slot_close(s, claimed);
     return to > from ? (uint32_t)((to - from) / SLAB_PAGE) : 0;
 }
 
-static inline uint32_t slot_trim(const Arena *a, uint32_t i, uint32_t front, SlotLook *look)
+static inline uint32_t slot_trim(const Arena *a, uint32_t i, uint32_t front, SlotScan *scan)
 {
     uint64_t w = load64(&slot_at(a, i)->word);
     uint16_t generation = (uint16_t)word_generation(w);
-    bool old = generation == look->seen && generation != look->clean;
-    look->seen = generation;
-    return old && word_state(w) == SLOT_FREE ? slot_drop(a, i, front, w, look) : 0;
+    bool old = generation == scan->seen && generation != scan->clean;
+    scan->seen = generation;
+    return old && word_state(w) == SLOT_FREE ? slot_drop(a, i, front, w, scan) : 0;
 }
 
 // One look, or a part of one: true when it was cut short, and is to go on soon.
-static inline bool arena_trim(const Arena *a, TrimLooks *t, uint32_t front)
+static inline bool arena_trim(const Arena *a, ArenaScan *t, uint32_t front)
 {
     uint32_t given = 0;
     for (; t->slot < a->slots && given < TRIM_PAGES; t->slot++)

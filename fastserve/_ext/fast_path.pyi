@@ -6,40 +6,40 @@ from fastserve._ext.batch_ring import BatchRing
 
 DEADLINE_TICK_NS: int
 
-class Pending:
+class Ticket:
     queue: Any
-    place: int
+    lease: int
     deadline_ns: int
     submitted_ns: int
     rows: int
-    done: Callable[[Pending, Any], object] | None
+    done: Callable[[Ticket, Any], object] | None
     context: Any
     def __call__(self) -> None: ...
 
-class Pendings:
+class TicketTable:
     ring: BatchRing
     room: Any
     submitted: int
     waiting: int
     unreleased: int
-    by_slot: list[list[Pending]]
+    by_slot: list[list[Ticket]]
     seqs: list[int]
-    kicking: asyncio.Handle | None
+    wake_handle: asyncio.Handle | None
     alarm_ns: int
     due_ns: int
     idle: list[asyncio.Future[None]]
     def __init__(self, ring: BatchRing, slots: int) -> None: ...
     def submit(
         self,
-        place: int,
+        lease: int,
         rows: int,
-        done: Callable[[Pending, Any], object] | Lifecycle,
+        done: Callable[[Ticket, Any], object] | Lifecycle,
         deadline_ns: int = 0,
         context: Any = None,
-    ) -> Pending: ...
-    def release(self, pending: Pending) -> None: ...
+    ) -> Ticket: ...
+    def release(self, ticket: Ticket) -> None: ...
     def finish(self, slot: int) -> None: ...
-    def tell(self, done: Callable[[Pending, Any], object], pending: Pending, error: Any) -> None: ...
+    def deliver(self, done: Callable[[Ticket, Any], object], ticket: Ticket, error: Any) -> None: ...
 
 class Lifecycle:
     queue: Any
@@ -48,7 +48,7 @@ class Lifecycle:
         self,
         queue: Any,
         refusals: type[Exception],
-        meters: tuple[
+        metrics: tuple[
             Callable[[], None], Callable[[int], None], Callable[[int], None], Callable[[int], None]
         ],
         answered: Callable[[Any, int, int], None] | None,
@@ -75,8 +75,8 @@ class Columns:
     def reserve(
         self, rows: int, note: bytes = b""
     ) -> tuple[int, list[memoryview], tuple[int, int]] | None: ...
-    def read(self, place: int, rows: int) -> tuple[Any, list[memoryview]]: ...
+    def read(self, lease: int, rows: int) -> tuple[Any, list[memoryview]]: ...
 
 class Leaving:
-    def __init__(self, pending: Pending, held: Any) -> None: ...
+    def __init__(self, ticket: Ticket, held: Any) -> None: ...
     def __call__(self) -> None: ...

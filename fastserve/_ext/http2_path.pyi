@@ -37,7 +37,7 @@ class Http2Path:
     _out: list[Any] | None
     _credit: int
     _low: int
-    _glitch_budget: int
+    _abuse_budget: int
     held: int
     _most_held: int
     _least_held: int

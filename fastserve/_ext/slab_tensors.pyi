@@ -15,7 +15,7 @@ def lay_out(
 def read(slab: Buffer) -> list[Read]: ...
 def read_note(slab: Buffer) -> memoryview | bytes: ...
 
-class SlabDesk:
+class SlabCodec:
     def __init__(
         self,
         memory: Buffer,

@@ -42,7 +42,7 @@ def take_plain(
     texts: list[str],
 ) -> int: ...
 
-class Hole(IntEnum):
+class Placeholder(IntEnum):
     ID = 0
     NUMBER = 1
     TEXT = 2
@@ -51,10 +51,10 @@ class Hole(IntEnum):
     LOGPROB = 5
     SPECIAL = 6
 
-class Frames:
+class EventTemplate:
     def __init__(
         self,
-        form: Sequence[bytes | Hole],
+        form: Sequence[bytes | Placeholder],
         *,
         bare: bool = False,
         skip_empty: bool = False,
@@ -65,7 +65,7 @@ class Frames:
 class Flow:
     open: bool
     @property
-    def heard_ns(self) -> int: ...
+    def taken_ns(self) -> int: ...
     def __init__(
         self,
         detokenizer: Any,
@@ -73,7 +73,7 @@ class Flow:
         none: Any,
         ids: list[int],
         texts: list[str],
-        frames: Frames,
+        frames: EventTemplate,
         reply: Any,
         failed: Callable[[Exception], object],
     ) -> None: ...
@@ -86,4 +86,4 @@ class Flowing:
     begun: bool
     ended: bool
 
-def pass_on(told: list[Any], reader: Any, gaps: list[int], now_ns: int) -> list[Any]: ...
+def pass_on(steps: list[Any], reader: Any, gaps: list[int], now_ns: int) -> list[Any]: ...

@@ -24,8 +24,8 @@ class TokenSender:
         memory: Buffer,
         *,
         worker: int,
-        own_bell: int = -1,
-        front_bells: Sequence[int] = (),
+        own_doorbell: int = -1,
+        front_doorbells: Sequence[int] = (),
         control: int = -1,
         window: int = 256,
         statuses: Sequence[int] = (),
@@ -43,7 +43,7 @@ class TokenSender:
 
 class TokenReader:
     def __init__(
-        self, memory: Buffer, *, front: int, worker_bells: Sequence[int] = (), window: int = 256
+        self, memory: Buffer, *, front: int, worker_doorbells: Sequence[int] = (), window: int = 256
     ) -> None: ...
     def listen(self, slot: int, tag: int, run: Any) -> None: ...
     def leave(self, slot: int) -> None: ...

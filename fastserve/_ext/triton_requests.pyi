@@ -51,10 +51,10 @@ def get_input_tensor_by_name(inference_request: Any, name: str) -> Any: ...
 
 class SlotRun:
     ring: Any
-    desk: Any
+    codec: Any
     slot: int
     lent: list[tuple[int, list[Any]]]
-    def __init__(self, ring: Any, desk: RequestDesk, slot: int, places: int) -> None: ...
+    def __init__(self, ring: Any, codec: RequestCodecBase, slot: int, leases: int) -> None: ...
     def settle(self) -> None: ...
 
 class OneReply:
@@ -67,7 +67,7 @@ class OneReply:
     def send(self, response: Any, final: bool) -> None: ...
     def hold(self) -> bool: ...
     def let_go(self) -> None: ...
-    def _place(self, status: int, packed: tuple[Any, Any]) -> None: ...
+    def _answer_slab(self, status: int, packed: tuple[Any, Any]) -> None: ...
     def end(self) -> None: ...
 
 class Asked:
@@ -78,7 +78,7 @@ class Asked:
     nbytes: int
     lent: list[Any]
 
-class RequestDesk:
+class RequestCodecBase:
     dtypes: tuple[Any, ...]
     def __init__(
         self,
@@ -97,7 +97,7 @@ class RequestDesk:
     def read_all(
         self,
         batch: SlotRun,
-        places: list[tuple[int, int, int, int]],
+        leases: list[tuple[int, int, int, int]],
         reply_type: type[OneReply],
         decoupled: bool,
     ) -> list[Asked]: ...

@@ -1,6 +1,6 @@
 """The engine's public face: all that dialects and the serving floor may import from the engine."""
 
-from fastserve._ext.fast_path import Pending
+from fastserve._ext.fast_path import Ticket
 from fastserve.engine.arena_io import (
     InputLayout,
     OutputLayout,
@@ -45,12 +45,12 @@ __all__ = [
     "Miss",
     "OutputForm",
     "OutputLayout",
-    "Pending",
     "RequestCounters",
     "ResponseCache",
     "ResponseCounts",
     "Scheduler",
     "SliceLease",
+    "Ticket",
     "Took",
     "VersionCounts",
     "cache_stage_of",

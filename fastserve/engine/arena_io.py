@@ -7,12 +7,12 @@
 The fast path writes without a copy and without another check, by a layout made from the first request:
 
     layout = lay_out_inputs(queue, request.inputs)
-    lease = layout.reserve(rows)                            None: there is no room
-    place, memory, slab = lease
+    reserved = layout.reserve(rows)                          None: there is no room
+    lease, memory, slab = reserved
     ...every byte of memory is written...
-    layout.settle(lease); queue.submit(place, rows, ...)                or: layout.abandon(lease, rows)
+    layout.settle(reserved); queue.submit(lease, rows, ...)                or: layout.abandon(reserved, rows)
 
-    found = lay_out_outputs(queue, names).read(place, rows)             (form, views) of an answered place
+    found = lay_out_outputs(queue, names).read(lease, rows)             (form, views) of an answered lease
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastserve._ext import slab_tensors
-from fastserve._ext.fast_path import Columns, Pending
+from fastserve._ext.fast_path import Columns, Ticket
 from fastserve.codec.slab_contents import RequestNote, read_answer_note, write_note
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.device_memory import attach_lent
@@ -57,12 +57,12 @@ class ArenaIO:
         self._queue = queue
 
     def write_inputs(
-        self, place: int, rows: int, inputs: Mapping[str, Tensor], request: InferRequest | None = None
+        self, lease: int, rows: int, inputs: Mapping[str, Tensor], request: InferRequest | None = None
     ) -> None:
-        """Write the inputs of `request` into a reserved place. Raises ServeError without room."""
+        """Write the inputs of `request` into a reserved lease. Raises ServeError without room."""
         queue = self._queue
         if queue.dense:
-            _fill_columns(queue, place, rows, inputs, request)
+            _fill_columns(queue, lease, rows, inputs, request)
             return
         given, note = {i: name for i, name in enumerate(queue.inputs) if name in inputs}, b""
         if queue.requests:
@@ -72,22 +72,22 @@ class ArenaIO:
                 note = request_note(request or InferRequest({}), extra)
             except (TypeError, ValueError):
                 raise invalid("parameters are strings, numbers and bools") from None
-        _put(queue, place, given, inputs, note)
+        _put(queue, lease, given, inputs, note)
 
-    def read(self, place: int, rows: int) -> ArenaAnswer:
-        """Return the outputs of an answered place, as views, with their parameters. Raises ServeError when
-        the place failed by itself."""
+    def read(self, lease: int, rows: int) -> ArenaAnswer:
+        """Return the outputs of an answered lease, as views, with their parameters. Raises ServeError when
+        the lease failed by itself."""
         queue = self._queue
         if queue.dense:
             outputs = {
                 name: Tensor(
-                    spec.dtype, (rows, *(spec.shape or ())), queue.ring.output_rows(place, rows, column)
+                    spec.dtype, (rows, *(spec.shape or ())), queue.ring.output_rows(lease, rows, column)
                 )
                 for column, (name, spec) in enumerate(queue.outputs.items())
             }
             return outputs, NONE, ()
-        offset, size = queue.ring.answer_slab(place)
-        if not queue.requests and (status := queue.ring.place_status(place)):
+        offset, size = queue.ring.answer_slab(lease)
+        if not queue.requests and (status := queue.ring.lease_status(lease)):
             raise _read_fault(queue, status, offset, size)
         answer, error = read_answer(queue, offset, size)
         if error is not None:
@@ -99,23 +99,23 @@ class ArenaIO:
 
 
 def _fill_columns(
-    queue: BatchQueue, place: int, rows: int, inputs: Mapping[str, Tensor], request: InferRequest | None
+    queue: BatchQueue, lease: int, rows: int, inputs: Mapping[str, Tensor], request: InferRequest | None
 ) -> None:
     lent = request.lent if request is not None else {}
     for column, name in enumerate(queue.inputs):
         if name in lent:
             continue
-        room, data = queue.ring.input_rows(place, rows, column), memoryview(inputs[name].data).cast("B")
+        room, data = queue.ring.input_rows(lease, rows, column), memoryview(inputs[name].data).cast("B")
         if len(room) != len(data):
             raise ValueError(f"input {name!r} has {len(data)} bytes, its rows {len(room)}")
         for at in range(0, len(data), SLICE_BYTES):
             room[at : at + SLICE_BYTES] = data[at : at + SLICE_BYTES]
     if request is not None and (lent or request.placed):
-        attach_lent(queue, place, request)
+        attach_lent(queue, lease, request)
 
 
 def _read_fault(queue: BatchQueue, status: int, offset: int, size: int) -> ServeError:
-    """Return the error that a place of a slab ended with, whose text is the slab's first entry."""
+    """Return the error that a lease of a slab ended with, whose text is the slab's first entry."""
     kind, reason = unpack_status(status)
     try:
         entries, _ = _read_slab(queue, offset, size)
@@ -126,18 +126,18 @@ def _read_fault(queue: BatchQueue, status: int, offset: int, size: int) -> Serve
 
 def _put(
     queue: BatchQueue,
-    place: int,
+    lease: int,
     given: Mapping[int, str],
     inputs: Mapping[str, Tensor],
     note: bytes,
 ) -> None:
-    """Inputs, by their numbers, into a slab of their own, which is the place's. Raises ServeError."""
-    assert queue.desk is not None
+    """Inputs, by their numbers, into a slab of their own, which is the lease's. Raises ServeError."""
+    assert queue.codec is not None
     entries: list[Entry] = [
         (i, inputs[name].dtype.code, inputs[name].shape, inputs[name].data) for i, name in given.items()
     ]
     try:
-        offset, size = queue.desk.put(entries, note)
+        offset, size = queue.codec.put(entries, note)
     except ValueError as error:
         raise invalid(str(error)) from None
     if not offset:
@@ -145,17 +145,17 @@ def _put(
         raise ServeError(
             Kind.UNAVAILABLE,
             f"no room for {size} bytes of inputs (max_queue_bytes)",
-            retry_after_s=queue.meters.seconds_for(queue.ring.queued()),
+            retry_after_s=queue.metrics.seconds_for(queue.ring.queued()),
             reason=Reason.QUEUE_FULL,
         )
-    queue.ring.attach_slab(place, offset, size)
+    queue.ring.attach_slab(lease, offset, size)
 
 
 def _read_slab(queue: BatchQueue, offset: int, size: int) -> tuple[list[Read], bytes]:
     if offset == 0:
         raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM)
-    assert queue.desk is not None
-    return queue.desk.read(offset, size)
+    assert queue.codec is not None
+    return queue.codec.read(offset, size)
 
 
 def _named(entries: list[Read], names: list[str]) -> tuple[dict[str, Tensor], Repeated]:
@@ -234,7 +234,7 @@ Described = list[tuple[str, DType, tuple[int, ...]]]
 
 Found = tuple[Any, list[memoryview]]
 
-# A reserved place, memory for the rows of each input in the layout's order, and its slab's (offset, bytes).
+# A reserved lease, memory for the rows of each input in the layout's order, and its slab's (offset, bytes).
 # Plain tuples: a request costs few microseconds, and an object with names is a third of one.
 SliceLease = tuple[int, list[memoryview], tuple[int, int]]
 
@@ -246,13 +246,13 @@ class InputLayout(Protocol):
     """Writes the inputs of requests whose inputs have the same names, dtypes and row shapes."""
 
     def reserve(self, rows: int, note: bytes = b"") -> SliceLease | None:
-        """Reserve a place; None when there is no room. Finish with `settle` or `abandon`."""
+        """Reserve a lease; None when there is no room. Finish with `settle` or `abandon`."""
 
     def settle(self, reservation: SliceLease) -> None:
-        """Make the place ready to submit, after its memory was written."""
+        """Make the lease ready to submit, after its memory was written."""
 
     def abandon(self, reservation: SliceLease, rows: int) -> None:
-        """Give the place back unsubmitted, settled or not."""
+        """Give the lease back unsubmitted, settled or not."""
 
 
 class ColumnInputs(Columns):
@@ -274,9 +274,9 @@ class SlabInputs:
     """Tensors of shapes that differ only in their rows, each request in a slab of its own."""
 
     def __init__(self, queue: BatchQueue, inputs: Mapping[str, Tensor], *, batching: bool) -> None:
-        assert queue.desk is not None
+        assert queue.codec is not None
         numbers = {name: number for number, name in enumerate(queue.inputs)}
-        self._queue, self._desk = queue, queue.desk
+        self._queue, self._codec = queue, queue.codec
         self._batching = batching
         self._tensors = [(numbers[name], tensor.dtype, tensor.shape) for name, tensor in inputs.items()]
         self._layouts: dict[tuple[int, bool], Layout] = {}
@@ -284,27 +284,27 @@ class SlabInputs:
     def reserve(self, rows: int, note: bytes = b"") -> SliceLease | None:
         queue = self._queue
         head, spans, size = self._layouts.get((rows, bool(note))) or self._lay_out(rows, noted=bool(note))
-        place = queue.ring.reserve(rows)
-        if place < 0:
+        lease = queue.ring.reserve(rows)
+        if lease < 0:
             return None
         try:
-            offset, size, memory = self._desk.lay(head, spans, size, note)
+            offset, size, memory = self._codec.lay(head, spans, size, note)
         except BaseException:
-            queue.abandon(place, rows)
+            queue.abandon(lease, rows)
             raise
         if not offset:
-            queue.abandon(place, rows)
+            queue.abandon(lease, rows)
             return None
-        return place, memory, (offset, size)
+        return lease, memory, (offset, size)
 
     def settle(self, reservation: SliceLease) -> None:
-        place, _, (offset, size) = reservation
-        self._queue.ring.attach_slab(place, offset, size)
+        lease, _, (offset, size) = reservation
+        self._queue.ring.attach_slab(lease, offset, size)
 
     def abandon(self, reservation: SliceLease, rows: int) -> None:
-        place, _, (offset, _) = reservation
-        self._queue.ring.return_lease(offset)
-        self._queue.abandon(place, rows)
+        lease, _, (offset, _) = reservation
+        self._queue.ring.free_slab(offset)
+        self._queue.abandon(lease, rows)
 
     def _lay_out(self, rows: int, *, noted: bool) -> Layout:
         described = []
@@ -325,9 +325,9 @@ def lay_out_inputs(queue: BatchQueue, inputs: Mapping[str, Tensor], *, batching:
 
 
 class OutputLayout(Protocol):
-    """Reads the outputs of answered places."""
+    """Reads the outputs of answered leases."""
 
-    def read(self, place: int, rows: int) -> Found | None:
+    def read(self, lease: int, rows: int) -> Found | None:
         """Return an answer's form (equal forms, equal layouts) and views of its outputs; None for one that
         `read_response` has to read: errors, and answers with more than tensors."""
 
@@ -352,16 +352,16 @@ class SlabOutputs:
     """All outputs of a model that sees requests, which chose them itself; of others those in `names`."""
 
     def __init__(self, queue: BatchQueue, names: Sequence[str]) -> None:
-        assert queue.desk is not None
-        self._ring, self._desk = queue.ring, queue.desk
+        assert queue.codec is not None
+        self._ring, self._codec = queue.ring, queue.codec
         self._names = list(queue.outputs)
         self._wanted = None if queue.requests else [self._names.index(name) for name in names]
 
-    def read(self, place: int, rows: int) -> Found | None:
-        offset, size = self._ring.answer_slab(place)
-        if not offset or self._ring.place_status(place):
+    def read(self, lease: int, rows: int) -> Found | None:
+        offset, size = self._ring.answer_slab(lease)
+        if not offset or self._ring.lease_status(lease):
             return None
-        found = self._desk.look(offset, size)
+        found = self._codec.look(offset, size)
         if found is None or self._wanted is None:
             return found
         form, memory = found
@@ -379,11 +379,11 @@ def lay_out_outputs(queue: BatchQueue, names: Sequence[str]) -> OutputLayout:
     return ColumnOutputs(queue, names) if queue.dense else SlabOutputs(queue, names)
 
 
-def read_response(queue: BatchQueue, pending: Pending, wanted: Sequence[str]) -> InferResponse:
-    """Read the answer of a place in an arena of any kind. `wanted` selects outputs, except of a model that
-    sees requests, which chose them itself. The caller releases the pending, not the response. Raises
-    ServeError when the place failed by itself."""
-    outputs, parameters, repeated = ArenaIO(queue).read(pending.place, pending.rows)
+def read_response(queue: BatchQueue, ticket: Ticket, wanted: Sequence[str]) -> InferResponse:
+    """Read the answer of a lease in an arena of any kind. `wanted` selects outputs, except of a model that
+    sees requests, which chose them itself. The caller releases the ticket, not the response. Raises
+    ServeError when the lease failed by itself."""
+    outputs, parameters, repeated = ArenaIO(queue).read(ticket.lease, ticket.rows)
     if wanted and not queue.requests:
         outputs, repeated = choose(outputs, wanted), ()
     return InferResponse(outputs, None, dict(parameters), repeated=repeated)

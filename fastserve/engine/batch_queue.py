@@ -1,13 +1,13 @@
 """The batch queue: one available version as this front process sees it. Rows are reserved, filled and
 submitted; answers come back by the queue's eventfd.
 
-    place = await queue.reserve(rows)
-    pending = queue.submit(place, rows, done, deadline_ns)     after the inputs were written
-    done(pending, None)            the outputs are readable; the callee calls queue.release(pending)
-    done(pending, ServeError)      the request failed; nothing is left to release
+    lease = await queue.reserve(rows)
+    ticket = queue.submit(lease, rows, done, deadline_ns)     after the inputs were written
+    done(ticket, None)            the outputs are readable; the callee calls queue.release(ticket)
+    done(ticket, ServeError)      the request failed; nothing is left to release
 
-A place is a slice of a batch: its slot in the arena and its first row there, in one number. Everything runs
-on the event loop's thread. `done` is called exactly once for every pending that was not cancelled, never from
+A lease is a slice of a batch: its slot in the arena and its first row there, in one number. Everything runs
+on the event loop's thread. `done` is called exactly once for every ticket that was not cancelled, never from
 inside `submit`. Requests that find no free slot wait in the SlotWaitQueue, first in, first out.
 """
 
@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
-from fastserve._ext.fast_path import DEADLINE_TICK_NS, Pending, Pendings
-from fastserve._ext.slab_tensors import SlabDesk
+from fastserve._ext.fast_path import DEADLINE_TICK_NS, Ticket, TicketTable
+from fastserve._ext.slab_tensors import SlabCodec
 from fastserve.codec.text import Record
 from fastserve.errors import (
     DeadlineError,
@@ -56,7 +56,7 @@ OnSlot = Callable[["int | ServeError"], object]
 
 
 class SlotWaiter:
-    """A request that waits for a place; `given` is called once, and not after `leave`."""
+    """A request that waits for a lease; `given` is called once, and not after `leave`."""
 
     __slots__ = ("given", "rows", "since_ns")
 
@@ -88,7 +88,7 @@ class SlotWaitQueue:
         return self._ring.rows_left() - rows >= self._half
 
     def stand(self, rows: int, given: OnSlot, *, patient: bool = False) -> SlotWaiter:
-        """Wait for a place of `rows` rows; `given` receives it, or a ServeError."""
+        """Wait for a lease of `rows` rows; `given` receives it, or a ServeError."""
         standing = SlotWaiter(rows, given)
         self.anyone = True
         if patient:
@@ -99,7 +99,7 @@ class SlotWaitQueue:
         return standing
 
     def leave(self, standing: SlotWaiter) -> None:
-        """Remove a waiter. No effect once it was given its place."""
+        """Remove a waiter. No effect once it was given its lease."""
         if standing in self._line:
             self._line.remove(standing)
             self.rows -= standing.rows
@@ -157,13 +157,13 @@ class SlotWaitQueue:
             self._timer = asyncio.get_running_loop().call_later(SLOT_LOOK_S, self._look)
 
     def _give(self, line: deque[SlotWaiter]) -> bool:
-        place = self._ring.reserve(line[0].rows, True)
-        if place < 0:
+        lease = self._ring.reserve(line[0].rows, True)
+        if lease < 0:
             return False
         standing = line.popleft()
         if line is self._line:
             self.rows -= standing.rows
-        standing.given(place)
+        standing.given(lease)
         return True
 
     def _settle(self) -> None:
@@ -183,7 +183,7 @@ RATE_WINDOW_NS = 1_000_000_000
 LONGEST_RETRY_S = 30.0
 
 
-class TextMeters:
+class TextMetrics:
     """Metrics of one version's sequences in one front process: where each is, and how it ended."""
 
     def __init__(self, registry: Registry, model: str, version: int) -> None:
@@ -235,7 +235,7 @@ class TextMeters:
         self._kv.add(-held)
 
 
-class QueueMeters:
+class QueueMetrics:
     """Metrics of one version in one front process."""
 
     def __init__(
@@ -260,9 +260,9 @@ class QueueMeters:
         self._window_rows = 0
         self._rows_per_s = 0.0
 
-    def of_text(self) -> TextMeters:
+    def of_text(self) -> TextMetrics:
         """Return the metrics of its sequences, for a version that generates text."""
-        return TextMeters(self._registry, *self._who)
+        return TextMetrics(self._registry, *self._who)
 
     def batch_done(self, ring: BatchRing, slot: int) -> None:
         """Record a published batch, unless another front has; called while its slot is still held."""
@@ -325,24 +325,26 @@ FAILED_ALONE = "the model failed on this request"
 GONE = "the model version was unloaded"
 
 
-class BatchQueue(Pendings):
-    """Reserves and submits places, reads answers on the queue's eventfd, cancels and releases."""
+class BatchQueue(TicketTable):
+    """Reserves and submits leases, reads answers on the queue's eventfd, cancels and releases."""
 
-    def __init__(self, arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> None:
+    def __init__(
+        self, arena: Arena, front: int, inputs: Specs, outputs: Specs, metrics: QueueMetrics
+    ) -> None:
         super().__init__(arena.ring(front=front), arena.geometry.slots)
         self.arena = arena
-        self.desk = None if arena.geometry.dense else SlabDesk(arena.memory, front=front)
+        self.codec = None if arena.geometry.dense else SlabCodec(arena.memory, front=front)
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.dense = arena.geometry.dense
         self.on_device = False  # whether its workers read clients' memory on their device by themselves
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
-        self.meters = meters
+        self.metrics = metrics
         self.turned_away = 0  # requests that found no room, or waited too long for it
         self.room = SlotWaitQueue(self.ring, arena.geometry.max_queued, self._wake_idle)
         self._apart = Offload()
-        self._bell = arena.front_bells[front]
+        self._doorbell = arena.front_doorbells[front]
         self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
         self._seen = 0  # of `submitted`, when this turn began
         self._more_by_ns = 0  # how long waking workers may be delayed while turns bring more; 0: not at all
@@ -353,13 +355,13 @@ class BatchQueue(Pendings):
         """Listen for answers on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._forsake(self.ring.drain())
-        self._loop.add_reader(self._bell, self._on_bell)
+        self._loop.add_reader(self._doorbell, self._on_doorbell)
 
     def _forsake(self, found: list[Any]) -> None:
         """Drop messages to the dead front process that this one replaces; their memory is reclaimed."""
 
     async def drain(self) -> None:
-        """Return when no pending waits, nobody waits for a place, and no answer is being read."""
+        """Return when no ticket waits, nobody waits for a lease, and no answer is being read."""
         if self.busy:
             assert self._loop is not None
             idle = self._loop.create_future()
@@ -369,38 +371,38 @@ class BatchQueue(Pendings):
     def close(self) -> None:
         """Stop listening. Requests that still wait fail with UNAVAILABLE: the version is gone."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._bell)
-        if self.kicking is not None:
-            self.kicking.cancel()
+            self._loop.remove_reader(self._doorbell)
+        if self.wake_handle is not None:
+            self.wake_handle.cancel()
         if self._alarm is not None:
             self._alarm.cancel()
         self.room.close(version_gone)
         gone = version_gone()
         for waiting_here in self.by_slot:
-            for pending in waiting_here:
-                done, pending.done = pending.done, None
+            for ticket in waiting_here:
+                done, ticket.done = ticket.done, None
                 if done is not None:
-                    self.tell(done, pending, gone)
+                    self.deliver(done, ticket, gone)
             waiting_here.clear()
         if self.idle:
             self._wake_idle()
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits for a place or an answer, or an answer is being read."""
+        """Whether a request waits for a lease or an answer, or an answer is being read."""
         return bool(self.waiting or self.unreleased or self.room.anyone)
 
-    # --- places ----------------------------------------------------------------------------------
+    # --- leases ----------------------------------------------------------------------------------
 
     async def reserve(self, rows: int, deadline_ns: int = 0, *, patient: bool = False) -> int:
-        """Reserve a place for rows, as soon as a slot is free. Raises ServeError UNAVAILABLE, with the time
+        """Reserve a lease for rows, as soon as a slot is free. Raises ServeError UNAVAILABLE, with the time
         to wait, when the queue is full, and DeadlineError. A `patient` request is not refused: it waits until
-        the others have places and half of the queue stays free; after PATIENCE_NS it waits as one of them."""
+        the others have leases and half of the queue stays free; after PATIENCE_NS it waits as one of them."""
         waits = patient and (self.room.anyone or not self.room.spares(rows))
-        place = FULL if waits else self.ring.reserve(rows)
-        if place >= 0:
-            return place
-        if not patient and (place == OVER or not self.room.fits(rows)):
+        lease = FULL if waits else self.ring.reserve(rows)
+        if lease >= 0:
+            return lease
+        if not patient and (lease == OVER or not self.room.fits(rows)):
             self.rejected("queue_rows")
             raise self.too_many()
         return await self._stand(rows, deadline_ns, patient=patient)
@@ -410,7 +412,7 @@ class BatchQueue(Pendings):
         return ServeError(
             Kind.UNAVAILABLE,
             "the queue of this model is full (max_queue_rows, max_queue_bytes)",
-            retry_after_s=self.meters.seconds_for(self.ring.queued()),
+            retry_after_s=self.metrics.seconds_for(self.ring.queued()),
             reason=Reason.QUEUE_FULL,
         )
 
@@ -423,86 +425,86 @@ class BatchQueue(Pendings):
             await asyncio.wait([came], timeout=left_s)
         except asyncio.CancelledError:
             self.room.leave(standing)
-            if came.done() and not isinstance(place := came.result(), ServeError):
-                self.abandon(place, rows)
+            if came.done() and not isinstance(lease := came.result(), ServeError):
+                self.abandon(lease, rows)
             raise
         if not came.done():
             self.room.leave(standing)
             self.rejected("deadline")
             raise queued_too_long()
-        place = came.result()
-        if isinstance(place, ServeError):
-            raise place
-        return place
+        lease = came.result()
+        if isinstance(lease, ServeError):
+            raise lease
+        return lease
 
     def rejected(self, cause: str) -> None:
         """A request was turned away before it ran."""
         self.turned_away += 1
-        self.meters.rejected(cause)
+        self.metrics.rejected(cause)
         self.ring.count(REJECTED)
 
-    async def fill(self, place: int, rows: int, nbytes: int, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `nbytes` bytes into a reserved place. Large writes run in a thread:
-        touching fresh pages costs as much again as the copy. A failure gives the place back."""
+    async def fill(self, lease: int, rows: int, nbytes: int, write: Callable[[], None]) -> None:
+        """Call `write`, which writes `nbytes` bytes into a reserved lease. Large writes run in a thread:
+        touching fresh pages costs as much again as the copy. A failure gives the lease back."""
         self.unreleased += 1  # `drain` waits for this, too
         try:
             await self._apart(nbytes, write)
         except BaseException:
             self.unreleased -= 1
-            self.abandon(place, rows)
+            self.abandon(lease, rows)
             raise
         self.unreleased -= 1
 
-    def abandon(self, place: int, rows: int) -> None:
-        """Give back a reserved place whose inputs could not be written."""
-        self.ring.abandon(place, rows)
-        if self.kicking is None:
-            self.kick_soon()
+    def abandon(self, lease: int, rows: int) -> None:
+        """Give back a reserved lease whose inputs could not be written."""
+        self.ring.abandon(lease, rows)
+        if self.wake_handle is None:
+            self.wake_soon()
         if self.idle or self.room.anyone:
             self.settle()
 
-    def cancel(self, pending: Pending) -> None:
-        """Cancel a pending; `done` will not be called. No effect once it is answered."""
-        if pending.done is None:
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a ticket; `done` will not be called. No effect once it is answered."""
+        if ticket.done is None:
             return
-        self.meters.cancelled("queued" if self._is_queued(pending) else "running")
-        self._forget(pending, CANCELED)
+        self.metrics.cancelled("queued" if self._is_queued(ticket) else "running")
+        self._forget(ticket, CANCELED)
         self.waiting -= 1
         if self.idle or self.room.anyone:
             self.settle()
 
-    def _is_queued(self, pending: Pending) -> bool:
-        return self.ring.describe(pending.place >> 16)[0] in ("open", "sealed", "ready")
+    def _is_queued(self, ticket: Ticket) -> bool:
+        return self.ring.describe(ticket.lease >> 16)[0] in ("open", "sealed", "ready")
 
-    def _forget(self, pending: Pending, end: int) -> None:
-        pending.done = None
-        if self.ring.drop(pending.place, pending.rows, end):
-            self.by_slot[pending.place >> 16].remove(pending)
+    def _forget(self, ticket: Ticket, end: int) -> None:
+        ticket.done = None
+        if self.ring.drop(ticket.lease, ticket.rows, end):
+            self.by_slot[ticket.lease >> 16].remove(ticket)
         # else a worker has answered and counted it: _finish releases it when the message comes
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def kick_soon(self) -> None:
+    def wake_soon(self) -> None:
         assert self._loop is not None
         if self._one_core:
             self._seen = self.submitted
             self._more_by_ns = time.monotonic_ns() + ONE_CORE_PATIENCE_NS
-        self.kicking = self._loop.call_soon(self._kick)
+        self.wake_handle = self._loop.call_soon(self._wake_workers)
 
-    def _kick(self) -> None:
+    def _wake_workers(self) -> None:
         if self._more_by_ns and self._may_wait():
             assert self._loop is not None
-            self.kicking = self._loop.call_soon(self._kick)
+            self.wake_handle = self._loop.call_soon(self._wake_workers)
             return
-        self.kicking = None
-        self.ring.kick()
+        self.wake_handle = None
+        self.ring.wake_workers()
 
     def _may_wait(self) -> bool:
         """Whether the next turn may bring rows for this batch too, as this one did."""
         more, self._seen = self.submitted > self._seen, self.submitted
         return more and time.monotonic_ns() < self._more_by_ns
 
-    def _on_bell(self) -> None:
+    def _on_doorbell(self) -> None:
         run_all(self.ring.drain(), self.hear_one)
 
     def hear_one(self, entry: tuple[int, Any]) -> None:
@@ -516,13 +518,13 @@ class BatchQueue(Pendings):
     def _part(self, slot: int, seq: int, row: int, offset: int, nbytes: int, final: bool) -> None:
         """Pass one part of an answer, whose slab this front now owns, to a context that takes parts."""
         if self.seqs[slot] == seq:
-            for pending in self.by_slot[slot]:
-                take = getattr(pending.context, "part", None)
-                if pending.place & 0xFFFF == row and pending.done is not None and take is not None:
+            for ticket in self.by_slot[slot]:
+                take = getattr(ticket.context, "part", None)
+                if ticket.lease & 0xFFFF == row and ticket.done is not None and take is not None:
                     take(offset, nbytes, final)
                     return
         if offset:  # its caller has left
-            self.ring.return_lease(offset)
+            self.ring.free_slab(offset)
 
     def _rescan(self) -> None:
         """Look at every batch waited for: a worker may have died between answering and its message, or a
@@ -530,7 +532,7 @@ class BatchQueue(Pendings):
         self.room.look_soon()
         done = [s for s, waiting in enumerate(self.by_slot) if waiting and self.ring.is_done(s, self.seqs[s])]
         if done:
-            self._on_bell()  # parts that a worker sent before it was done may still be unread
+            self._on_doorbell()  # parts that a worker sent before it was done may still be unread
         run_all(done, self._finish_if_done)
 
     def _finish_if_done(self, slot: int) -> None:
@@ -539,12 +541,12 @@ class BatchQueue(Pendings):
 
     def failure(self, slot: int) -> ServeError | None:
         """Return the error of a whole batch, once it is done and counted."""
-        self.meters.batch_done(self.ring, slot)
+        self.metrics.batch_done(self.ring, slot)
         failure = self.ring.failure(slot)
         return None if failure is None else _model_error(failure[0], failure[1])
 
-    def own_fault(self, place: int, end: int) -> ServeError | None:
-        """Return the error of a place that failed by itself in an arena of columns, whose text is in a slab.
+    def own_fault(self, lease: int, end: int) -> ServeError | None:
+        """Return the error of a lease that failed by itself in an arena of columns, whose text is in a slab.
         None in other arenas: there the reader of the answer finds the error. `end` 0: something has written
         where only the ring may."""
         ring = self.ring
@@ -552,14 +554,14 @@ class BatchQueue(Pendings):
             return internal(DAMAGED)
         if not ring.outputs:
             return None
-        offset, nbytes = ring.answer_slab(place)
+        offset, nbytes = ring.answer_slab(lease)
         if not offset:
-            return _model_error(ring.place_status(place), FAILED_ALONE)
+            return _model_error(ring.lease_status(lease), FAILED_ALONE)
         try:
             text = bytes(ring.slab(offset, nbytes)).decode("utf-8", "replace")
         except ValueError:  # the worker has said it is longer than it is
             return internal(DAMAGED)
-        return _model_error(ring.place_status(place), text)
+        return _model_error(ring.lease_status(lease), text)
 
     def undelivered(self) -> None:
         """Log the exception of a `done` callback."""
@@ -595,21 +597,21 @@ class BatchQueue(Pendings):
             self.watch()
             return
         bound = [p for here in self.by_slot for p in here if p.done is not None and p.deadline_ns]
-        late = [pending for pending in bound if pending.deadline_ns <= now]
+        late = [ticket for ticket in bound if ticket.deadline_ns <= now]
         self.alarm_ns, self._alarm = 0, None
         self.due_ns = min((p.deadline_ns for p in bound if p.deadline_ns > now), default=0)
         if self.due_ns:  # first: whatever fails below must not end the deadlines of the others
             self.watch()
         run_all(late, self._expire_one)
 
-    def _expire_one(self, pending: Pending) -> None:
-        if pending.done is None:
+    def _expire_one(self, ticket: Ticket) -> None:
+        if ticket.done is None:
             return
-        queued, done = self._is_queued(pending), pending.done
-        self._forget(pending, REJECTED if queued else CANCELED)
-        self.meters.rejected("deadline")
+        queued, done = self._is_queued(ticket), ticket.done
+        self._forget(ticket, REJECTED if queued else CANCELED)
+        self.metrics.rejected("deadline")
         late = queued_too_long() if queued else DeadlineError(RAN_TOO_LONG, queued=False)
-        self.tell(done, pending, late)
+        self.deliver(done, ticket, late)
 
 
 def queued_too_long() -> DeadlineError:
@@ -623,7 +625,7 @@ def version_gone() -> ServeError:
 
 
 def _model_error(status: int, text: str) -> ServeError:
-    """Return the error of a place or a batch: a ModelError, unless its worker was lost."""
+    """Return the error of a lease or a batch: a ModelError, unless its worker was lost."""
     kind, reason = unpack_status(status)
     if reason is Reason.WORKER_LOST:
         return worker_lost(text)

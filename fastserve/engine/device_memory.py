@@ -88,7 +88,7 @@ def attach_lent(queue: BatchQueue, place: int, request: InferRequest) -> None:
     data = write_lent(
         LentNote(_numbered(request.lent, queue.inputs), _numbered(request.placed, queue.outputs))
     )
-    offset = queue.ring.lease(len(data))
+    offset = queue.ring.allocate_slab(len(data))
     if not offset:
         raise queue.too_many()
     queue.ring.slab(offset, len(data), True)[:] = data

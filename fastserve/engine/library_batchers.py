@@ -14,9 +14,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from fastserve._ext.fast_path import Pending
+from fastserve._ext.fast_path import Ticket
 from fastserve.codec.safe_msgpack import decode, encode
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.supervision import DeathPolicy
 from fastserve.errors import Kind, ServeError, unpack_status
 from fastserve.metrics.registry import Registry
@@ -84,8 +84,8 @@ class Batcher:
         """Listen for answers on the running loop."""
         assert self._arena is not None
         sizes = self._sizes
-        meters = QueueMeters(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
-        self._queue = BatchQueue(self._arena, 0, self.inputs, self.outputs, meters)
+        metrics = QueueMetrics(self._registry, "service", 1, self.delay_ns, sizes.max_batch_size)
+        self._queue = BatchQueue(self._arena, 0, self.inputs, self.outputs, metrics)
         self._queue.open()
         self._deaths = DeathPolicy(
             "service", self._queue, lambda: workers.alive, DIED, lambda: NOBODY.format(workers.trouble)
@@ -126,8 +126,8 @@ class Batcher:
             raise ServeError(Kind.UNAVAILABLE, STOPPED)
         return self._queue
 
-    async def _place(self) -> int:
-        """Reserve a place for one row, first come, first served."""
+    async def _lease(self) -> int:
+        """Reserve a lease for one row, first come, first served."""
         try:
             return await self.queue.reserve(1)
         except ServeError:
@@ -135,22 +135,22 @@ class Batcher:
                 raise ServeError(Kind.UNAVAILABLE, STOPPED) from None
             raise
 
-    async def _result(self, place: int) -> Any:
-        """Submit a written place and return its result."""
+    async def _result(self, lease: int) -> Any:
+        """Submit a written lease and return its result."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        pending = self.queue.submit(place, 1, self._deliver, 0, answer)
+        ticket = self.queue.submit(lease, 1, self._deliver, 0, answer)
         try:
             return await answer
         except asyncio.CancelledError:
             if self._queue is not None:
-                self._queue.cancel(pending)
+                self._queue.cancel(ticket)
             raise
 
-    def _deliver(self, pending: Pending, error: ServeError | None) -> None:
-        answer: asyncio.Future[Any] = pending.context
+    def _deliver(self, ticket: Ticket, error: ServeError | None) -> None:
+        answer: asyncio.Future[Any] = ticket.context
         result = None
         if error is None:
-            result, error = self._take(pending)
+            result, error = self._take(ticket)
         if answer.done():
             return
         if error is not None:
@@ -162,35 +162,35 @@ class Batcher:
         """Return the error for a caller; that of a closed queue speaks of model versions and is replaced."""
         return error if self._queue is not None else ServeError(Kind.UNAVAILABLE, STOPPED)
 
-    def _take(self, pending: Pending) -> tuple[Any, ServeError | None]:
-        """Return the result of an answered place, and release the place."""
+    def _take(self, ticket: Ticket) -> tuple[Any, ServeError | None]:
+        """Return the result of an answered lease, and release the lease."""
         try:
-            return self._read(pending.place), None
+            return self._read(ticket.lease), None
         except ServeError as error:
             return None, error
         finally:
-            self.queue.release(pending)
+            self.queue.release(ticket)
 
-    def _read(self, place: int) -> Any:
+    def _read(self, lease: int) -> Any:
         """Return the worker's answer. Raises ServeError when that is an error."""
         ring = self.queue.ring
-        offset, nbytes = ring.answer_slab(place)
+        offset, nbytes = ring.answer_slab(lease)
         if offset == 0:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, "no room for the result")
-        status = ring.place_status(place)
+        status = ring.lease_status(lease)
         result = decode(bytes(ring.slab(offset, nbytes)))
         if status:
             raise ServeError(unpack_status(status)[0], str(result))
         return result
 
-    def _write(self, place: int, payload: bytes) -> None:
-        """Write an element's bytes into its place. Raises ServeError without room."""
+    def _write(self, lease: int, payload: bytes) -> None:
+        """Write an element's bytes into its lease. Raises ServeError without room."""
         ring = self.queue.ring
-        offset = ring.lease(len(payload))
+        offset = ring.allocate_slab(len(payload))
         if offset == 0:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, f"no room for an element of {len(payload)} bytes")
         ring.slab(offset, len(payload), True)[:] = payload
-        ring.attach_slab(place, offset, len(payload))
+        ring.attach_slab(lease, offset, len(payload))
 
 
 class ElementBatcher(Batcher):
@@ -199,13 +199,13 @@ class ElementBatcher(Batcher):
     async def do_one(self, x: Any) -> Any:
         """Return the result for x. Raises TypeError, naming the type, when x cannot be encoded."""
         payload = encode(x)
-        place = await self._place()
+        lease = await self._lease()
         try:
-            self._write(place, payload)
+            self._write(lease, payload)
         except BaseException:
-            self.queue.abandon(place, 1)
+            self.queue.abandon(lease, 1)
             raise
-        return await self._result(place)
+        return await self._result(lease)
 
 
 class RowBatcher(Batcher):
@@ -228,31 +228,31 @@ class RowBatcher(Batcher):
     async def do_one(self, x: Any) -> Any:
         """Return the result for x. Raises ValueError when x is not a row of that shape and dtype."""
         packed = self._row.pack(x)
-        place = await self._place()
+        lease = await self._lease()
         try:
-            self.queue.ring.input_rows(place, 1, 0)[:] = packed
+            self.queue.ring.input_rows(lease, 1, 0)[:] = packed
         except BaseException:
-            self.queue.abandon(place, 1)
+            self.queue.abandon(lease, 1)
             raise
-        return await self._result(place)
+        return await self._result(lease)
 
-    def _read(self, place: int) -> Any:
+    def _read(self, lease: int) -> Any:
         if self._out_row is None:
-            return super()._read(place)
-        return self._out_row.unpack(bytes(self.queue.ring.output_rows(place, 1, 0)))
+            return super()._read(lease)
+        return self._out_row.unpack(bytes(self.queue.ring.output_rows(lease, 1, 0)))
 
     def _describe(self, row: RowSpec) -> dict[str, Any]:
         return {"row": {"dtype": row.dtype, "shape": list(row.shape)}}
 
 
 class HookedBatch:
-    """A batch that is made in this process: elements, their places, and the futures of their callers."""
+    """A batch that is made in this process: elements, their leases, and the futures of their callers."""
 
-    __slots__ = ("answers", "elements", "places", "timer")
+    __slots__ = ("answers", "elements", "leases", "timer")
 
     def __init__(self) -> None:
         self.elements: list[Any] = []
-        self.places: list[int] = []
+        self.leases: list[int] = []
         self.answers: list[asyncio.Future[Any]] = []
         self.timer: asyncio.TimerHandle | None = None
 
@@ -283,8 +283,8 @@ class HookedBatcher(Batcher):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def do_one(self, x: Any) -> Any:
-        place = await self._place()
-        slot = place >> 16
+        lease = await self._lease()
+        slot = lease >> 16
         batch = self._open_slots.get(slot)
         loop = asyncio.get_running_loop()
         if batch is None:
@@ -292,7 +292,7 @@ class HookedBatcher(Batcher):
             batch.timer = loop.call_later(self._sizes.timeout_seconds, self._seal, slot)
         answer: asyncio.Future[Any] = loop.create_future()
         batch.elements.append(x)
-        batch.places.append(place)
+        batch.leases.append(lease)
         batch.answers.append(answer)
         if len(batch.elements) == self._sizes.max_batch_size:
             self._seal(slot)
@@ -312,31 +312,31 @@ class HookedBatcher(Batcher):
         batch = self._open_slots.pop(slot)
         if batch.timer is not None:
             batch.timer.cancel()
-        self.queue.ring.seal(batch.places[0])
+        self.queue.ring.seal(batch.leases[0])
         self._spawn(self._send(batch))
 
     async def _send(self, batch: HookedBatch) -> None:
         try:
             async with self._before:
                 payload = encode(await self._preprocess(batch.elements))
-                self._write(batch.places[0], payload)
+                self._write(batch.leases[0], payload)
         except Exception as error:
-            for place in batch.places:
-                self.queue.abandon(place, 1)
+            for lease in batch.leases:
+                self.queue.abandon(lease, 1)
             batch.fail(error)
             return
-        for place in batch.places:
-            self.queue.submit(place, 1, self._deliver, 0, batch)
+        for lease in batch.leases:
+            self.queue.submit(lease, 1, self._deliver, 0, batch)
 
-    def _deliver(self, pending: Pending, error: ServeError | None) -> None:
-        batch: HookedBatch = pending.context
-        if pending.place != batch.places[0]:  # the first place answers for all
+    def _deliver(self, ticket: Ticket, error: ServeError | None) -> None:
+        batch: HookedBatch = ticket.context
+        if ticket.lease != batch.leases[0]:  # the first lease answers for all
             if error is None:
-                self.queue.release(pending)
+                self.queue.release(ticket)
             return
         result = None
         if error is None:
-            result, error = self._take(pending)
+            result, error = self._take(ticket)
         if error is not None:
             batch.fail(self._told(error))
         else:

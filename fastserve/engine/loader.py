@@ -25,7 +25,7 @@ import msgspec
 
 from fastserve.backends.registry import find_backend
 from fastserve.devices.inventory import MACHINE, VisibleDevice
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics, Specs
 from fastserve.engine.counters import WarmUp, counters_of
 from fastserve.engine.device_memory import NO_DEVICE, lending_device
 from fastserve.engine.engine import SCHEDULER, Engine, find_scheduler
@@ -233,7 +233,7 @@ class LoadedPart:
     arena: Arena
     queue: BatchQueue
     calls: ModelCalls
-    upkeep: Maintenance
+    maintenance: Maintenance
     deaths: DeathPolicy
     part: int = 0  # which of the version's queues, where each instance has one
     closing: bool = False
@@ -407,13 +407,13 @@ class VersionLoader:
     def stuck(self, version: Version) -> str:
         """Return why no worker of the version can take a batch, though some are alive; "" while one can."""
         parts = self._parts(version)
-        stuck = sum(len(hosted.upkeep.stuck | hosted.group.silent) for hosted in parts)
+        stuck = sum(len(hosted.maintenance.stuck | hosted.group.silent) for hosted in parts)
         if not stuck or self.alive(version) > stuck:
             return ""
         silent = [hosted.group.silence(worker) for hosted in parts for worker in sorted(hosted.group.silent)]
         if silent:
             return f"no worker answers; {silent[0]}"
-        return f"every worker has been in one batch for more than {parts[0].upkeep.stuck_s:g} s"
+        return f"every worker has been in one batch for more than {parts[0].maintenance.stuck_s:g} s"
 
     def waits_for(self, version: Version) -> str:
         """Return the reason why the load of a version cannot begin yet; "" for none."""
@@ -457,19 +457,19 @@ class VersionLoader:
         self, version: Version, part: int, group: WorkerGroup, arena: Arena, inputs: Specs, outputs: Specs
     ) -> LoadedPart:
         geometry = arena.geometry
-        meters = QueueMeters(
+        metrics = QueueMetrics(
             self._registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
-        queue = open_queue(arena, 0, inputs, outputs, meters)
+        queue = open_queue(arena, 0, inputs, outputs, metrics)
         queue.on_device = group.on_device
         counters_of(version).queues.append(queue)
         limit_ms = 0 if self._in_process else version.config.run_timeout_ms  # a thread cannot be killed
-        upkeep = Maintenance(queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=limit_ms)
-        upkeep.open()
+        maintenance = Maintenance(queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=limit_ms)
+        maintenance.open()
         calls = ModelCalls(self.engine, queue, group.tell)
         deaths = DeathPolicy(repr(version), queue, lambda: group.alive, DIED, lambda: NOBODY)
         deaths.open()
-        hosted = LoadedPart(version, group, arena, queue, calls, upkeep, deaths, part)
+        hosted = LoadedPart(version, group, arena, queue, calls, maintenance, deaths, part)
         self.hosted[_key(version, part)] = hosted
         self._report(hosted)
         return hosted
@@ -480,7 +480,7 @@ class VersionLoader:
         await asyncio.gather(*(self._close(hosted) for hosted in held))
 
     async def _close(self, hosted: LoadedPart) -> None:
-        hosted.upkeep.close()
+        hosted.maintenance.close()
         hosted.deaths.close()
         await hosted.calls.close()
         await hosted.group.stop(STOP_GRACE_S)
@@ -501,7 +501,7 @@ class VersionLoader:
             return
         hosted.calls.forget(worker)
         self.callbacks.forget_worker(version, part, worker)
-        retried, failed = hosted.deaths.worker_died(worker, hosted.upkeep.ended(worker))
+        retried, failed = hosted.deaths.worker_died(worker, hosted.maintenance.ended(worker))
         if (scheduler := find_scheduler(version)) is not None:
             if scheduler.died_with_it:
                 failed += hosted.queue.ring.fail_ready(LOST, scheduler.died_with_it)

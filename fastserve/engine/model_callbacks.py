@@ -176,13 +176,13 @@ class ModelCalls:
         tensors = [(number, tensor) for number, (_, tensor) in enumerate(told)]
         size = measure_tensors(tensors, note)
         ring = self._queue.ring
-        offset = ring.lease(size)
+        offset = ring.allocate_slab(size)
         if offset == 0:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM)
         write_tensors(ring.slab(offset, size, True), tensors, note)
         ring.give_worker(offset, worker)
         if not self._send(worker, {"op": "answer", "id": number, "offset": offset, "nbytes": size}):
-            ring.return_lease(offset)
+            ring.free_slab(offset)
 
 
 def find_version(catalog: Catalog, note: RequestNote) -> Version:

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from fastserve._ext.upkeep import Looks
+from fastserve._ext.arena_maintenance import ArenaScanner
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.text import TextQueue
 from fastserve.errors import Kind, Reason, pack_status, worker_lost
@@ -122,7 +122,7 @@ class Maintenance:
         self._limit_ms, self._decoupled = limit_ms, queue.decoupled
         self._kill, self._on_stuck = kill, on_stuck
         self._killed: set[int] = set()
-        self._looks = Looks(queue.arena.memory)
+        self._scanner = ArenaScanner(queue.arena.memory)
         # A page that a device has registered is read by DMA where it lies: taken out of the arena and put in
         # anew, it would be read as it was.
         self._pinned = queue.arena.geometry.pinned
@@ -138,12 +138,12 @@ class Maintenance:
         """Stop both timers."""
         self._trimming.cancel()
         self._watching.cancel()
-        del self._looks, self._kill, self._on_stuck  # these keep the arena's memory alive
+        del self._scanner, self._kill, self._on_stuck  # these keep the arena's memory alive
 
     def give_back(self) -> None:
         """Give back memory that was not used since the last look, and set the time of the next look."""
         self._trimming.cancel()
-        more = not self._pinned and self._looks.give_back()
+        more = not self._pinned and self._scanner.trim()
         self._trimming = self._loop.call_later(TRIM_ON_S if more else TRIM_S, self.give_back)
 
     def ended(self, worker: int) -> str:
@@ -156,7 +156,7 @@ class Maintenance:
     def _watch(self) -> None:
         self._watching = self._loop.call_later(self._watch_s, self._watch)
         now, stuck = time.monotonic_ns(), set()
-        for worker, since_ns, ran in self._looks.running():
+        for worker, since_ns, ran in self._scanner.running():
             if self._decoupled and ran:  # execute() is over, its answers may come whenever they like
                 continue
             took_s = (now - since_ns) / 1e9

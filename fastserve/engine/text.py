@@ -17,11 +17,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastserve._ext.batch_ring import RECORDS
-from fastserve._ext.fast_path import Pending
+from fastserve._ext.fast_path import Ticket
 from fastserve._ext.text_tokens import Flowing, pass_on
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics, Specs
 from fastserve.engine.engine import Engine, Scheduler, TensorFace
 from fastserve.engine.input_checks import check_inputs
 from fastserve.errors import (
@@ -52,17 +52,17 @@ SLACK_NS = 100_000_000
 class TextRun(Flowing):
     """One sequence of this front process; see codec.text.Run."""
 
-    __slots__ = ("_heard", "_pages", "_pending", "_queue")
+    __slots__ = ("_heard", "_pages", "_queue", "_ticket")
 
     def __init__(self, queue: TextQueue, slot: int, prompt: int, pages: int, heard: Heard) -> None:
         self._queue, self._heard = queue, heard
         self.slot, self.held = slot, prompt
         self._pages = pages  # of its prompt, until its worker has let go of it
-        self._pending: Pending | None = None
+        self._ticket: Ticket | None = None
 
-    def submit(self, place: int, deadline_ns: int) -> None:
-        """Submit the sequence's place."""
-        self._pending = self._queue.submit(place, 1, self._done, deadline_ns)
+    def submit(self, lease: int, deadline_ns: int) -> None:
+        """Submit the sequence's lease."""
+        self._ticket = self._queue.submit(lease, 1, self._done, deadline_ns)
         self._queue.counts.came()
 
     def taken(self, records: int) -> None:
@@ -73,8 +73,8 @@ class TextRun(Flowing):
         if self.ended:
             return
         self._close(why)
-        assert self._pending is not None
-        self._queue.cancel(self._pending)
+        assert self._ticket is not None
+        self._queue.cancel(self._ticket)
         self._queue.tokens.leave(self.slot)
         self._queue.later(self._heard, [(-1, why, 0, b"")])
 
@@ -83,8 +83,8 @@ class TextRun(Flowing):
         if self.ended:  # by another run that handled the same step
             return
         if records is None:
-            assert self._pending is not None
-            self._queue.cancel(self._pending)
+            assert self._ticket is not None
+            self._queue.cancel(self._ticket)
             self._fail(internal(LOST))
             return
         self._count(records)
@@ -103,10 +103,10 @@ class TextRun(Flowing):
         elif records[0][1] == Finish.STOP:
             counts.read(self.held)
 
-    def _done(self, pending: Pending, error: ServeError | None) -> None:
+    def _done(self, ticket: Ticket, error: ServeError | None) -> None:
         """Handle the end of the slot, for the queue."""
         if error is None:
-            self._queue.release(pending)
+            self._queue.release(ticket)
         if not self.ended:  # its last record would have come before
             self._queue.tokens.leave(self.slot)
             self._fail(error or internal(LOST))
@@ -136,12 +136,14 @@ class TextRun(Flowing):
 class TextQueue(BatchQueue):
     """The queue of a text version in this front process."""
 
-    def __init__(self, arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> None:
-        super().__init__(arena, front, inputs, outputs, meters)
-        self.counts = meters.of_text()
+    def __init__(
+        self, arena: Arena, front: int, inputs: Specs, outputs: Specs, metrics: QueueMetrics
+    ) -> None:
+        super().__init__(arena, front, inputs, outputs, metrics)
+        self.counts = metrics.of_text()
         geometry = arena.geometry
         self.tokens = TokenReader(
-            arena.memory, front=front, worker_bells=arena.worker_bells, window=geometry.window
+            arena.memory, front=front, worker_doorbells=arena.worker_doorbells, window=geometry.window
         )
         # Prompts share their half of the memory evenly; the other half is for tokens.
         self._most_pages = max(geometry.slab_pages // 2 // geometry.fronts, 1)
@@ -155,19 +157,19 @@ class TextQueue(BatchQueue):
         said = write_text(note)
         nbytes = prompt_bytes(ids, said)
         pages = self._find_pages(nbytes)
-        place = self.ring.reserve(1)
-        if place < 0:
+        lease = self.ring.reserve(1)
+        if lease < 0:
             self.rejected("queue_rows")
-            retry_s = self.meters.seconds_for(1)
+            retry_s = self.metrics.seconds_for(1)
             text = FULL.format(self.ring.slots)
             raise ServeError(Kind.UNAVAILABLE, text, retry_after_s=retry_s, reason=Reason.QUEUE_FULL)
-        run = TextRun(self, place >> 16, len(ids), pages, heard)
+        run = TextRun(self, lease >> 16, len(ids), pages, heard)
         try:
-            self.tokens.listen(place >> 16, self._write(place, nbytes, ids, said, note.priority), run)
-            run.submit(place, note.deadline_ns + SLACK_NS if note.deadline_ns else 0)
+            self.tokens.listen(lease >> 16, self._write(lease, nbytes, ids, said, note.priority), run)
+            run.submit(lease, note.deadline_ns + SLACK_NS if note.deadline_ns else 0)
         except BaseException:
-            self.tokens.leave(place >> 16)
-            self.abandon(place, 1)
+            self.tokens.leave(lease >> 16)
+            self.abandon(lease, 1)
             raise
         self.prompt_pages += pages
         return run
@@ -187,23 +189,23 @@ class TextQueue(BatchQueue):
 
     def _no_room(self) -> ServeError:
         self.rejected("queue_bytes")
-        retry_s = self.meters.seconds_for(1)
+        retry_s = self.metrics.seconds_for(1)
         return ServeError(Kind.UNAVAILABLE, NO_ROOM, retry_after_s=retry_s, reason=Reason.QUEUE_FULL)
 
-    def _write(self, place: int, nbytes: int, ids: Sequence[int], said: bytes, priority: int) -> int:
-        """Write the prompt into a slab and attach it to the place; return the place's tag. Engines take the
+    def _write(self, lease: int, nbytes: int, ids: Sequence[int], said: bytes, priority: int) -> int:
+        """Write the prompt into a slab and attach it to the lease; return the lease's tag. Engines take the
         most urgent `priority` first."""
-        offset = self.ring.lease(nbytes)
+        offset = self.ring.allocate_slab(nbytes)
         if not offset:
             raise self._no_room()
         try:
             write_prompt(self.ring.slab(offset, nbytes, writable=True), ids, said)
         except BaseException:
-            self.ring.return_lease(offset)
+            self.ring.free_slab(offset)
             raise
-        return self.ring.attach_slab(place, offset, nbytes, priority)
+        return self.ring.attach_slab(lease, offset, nbytes, priority)
 
-    def _on_bell(self) -> None:
+    def _on_doorbell(self) -> None:
         found = self.ring.drain()
         if len(found) == 1 and found[0][0] == RECORDS:  # one step and nothing else: nearly every wake-up
             self._pass_on([found[0][1]])

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fastserve._ext.meter import (
+from fastserve._ext.shared_metrics import (
     BOUNDS_MAX,
     KIND_COUNTER,
     KIND_GAUGE_LAST,

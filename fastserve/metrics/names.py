@@ -16,7 +16,7 @@ from fastserve.metrics.exposition import Metric
 from fastserve.metrics.registry import Registry
 
 if TYPE_CHECKING:
-    from fastserve._ext.meter import Counter, Histogram
+    from fastserve._ext.shared_metrics import Counter, Histogram
 
 
 # 10 us to a minute in steps of 2 to 2.5: fine where a batch is formed, coarse where people wait.

@@ -13,12 +13,12 @@ from collections import deque
 from time import time
 from typing import Generic, NamedTuple, TypeVar, cast
 
-from fastserve._ext.meter import (
+from fastserve._ext.shared_metrics import (
     KIND_GAUGE_SUM,
     Counter,
     Gauge,
     Histogram,
-    Meter,
+    Instrument,
     Section,
     file_bytes,
     lay_out,
@@ -79,18 +79,18 @@ FAMILY_SERIES_MAX = 1024  # so that one metric with runaway labels cannot take t
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-M = TypeVar("M", bound=Meter)
+M = TypeVar("M", bound=Instrument)
 
 
 class Family(Generic[M]):
     """The series of one metric in this process's section."""
 
-    __slots__ = ("_meters", "_registry", "metric")
+    __slots__ = ("_instruments", "_registry", "metric")
 
     def __init__(self, registry: Registry, metric: Metric) -> None:
         self.metric = metric
         self._registry = registry
-        self._meters: dict[tuple[object, ...], M] = {}
+        self._instruments: dict[tuple[object, ...], M] = {}
 
     def of(self, *values: object) -> M:
         """The meter with these label values, in the order of `metric.labels`. Keep it where speed counts.
@@ -98,7 +98,7 @@ class Family(Generic[M]):
         When the section or the family is full it counts nowhere, and the loss shows in
         fastserve_metrics_series_overflow_total.
         """
-        found = self._meters.get(values)
+        found = self._instruments.get(values)
         return found if found is not None else self._add(values)
 
     def _add(self, values: tuple[object, ...]) -> M:
@@ -106,13 +106,13 @@ class Family(Generic[M]):
         if len(values) != len(metric.labels):
             raise ValueError(f"metric {metric.name} has the labels {metric.labels}, not {len(values)} values")
         texts = tuple(map(clean_value, values))
-        meter = self._meters.get(texts)
-        if meter is None:
-            slot = self._registry.find_slot(metric, texts, len(self._meters))
-            meter = cast(M, self._registry.make_meter(metric, slot))
+        instrument = self._instruments.get(texts)
+        if instrument is None:
+            slot = self._registry.find_slot(metric, texts, len(self._instruments))
+            instrument = cast(M, self._registry.make_instrument(metric, slot))
             if slot >= 0:  # a series without room is not remembered: the names of an attack are many
-                self._meters[texts] = meter
-        return meter
+                self._instruments[texts] = instrument
+        return instrument
 
 
 class Registry:
@@ -128,7 +128,7 @@ class Registry:
         self.fd = _make_file(sections) if fd is None else fd
         self._memory = _map_file(self.fd)
         self._section = Section(self._memory, section)
-        self._families: dict[str, Family[Meter]] = {}
+        self._families: dict[str, Family[Instrument]] = {}
         self._slots: dict[tuple[str, tuple[str, ...]], tuple[Metric, int]] = {}
         self._exposition = Exposition(self._memory)
         self._take_over()
@@ -154,7 +154,7 @@ class Registry:
     def histograms(self, metric: Metric) -> Family[Histogram]:
         return cast("Family[Histogram]", self.family(metric))
 
-    def family(self, metric: Metric) -> Family[Meter]:
+    def family(self, metric: Metric) -> Family[Instrument]:
         """Return all series of one metric. Raises ValueError when a different one has its name."""
         family = self._families.get(metric.name)
         if family is None:
@@ -199,7 +199,7 @@ class Registry:
             log.warning("no room for more metric series; the first one left out is of %s", metric.name)
         return slot
 
-    def make_meter(self, metric: Metric, slot: int) -> Meter:
+    def make_instrument(self, metric: Metric, slot: int) -> Instrument:
         if metric.kind == "counter":
             return Counter(self._section, slot)
         if metric.kind == "gauge":

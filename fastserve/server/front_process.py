@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 
 from fastserve.codec.text import Info
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import SCHEDULER, Engine
 from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
@@ -152,10 +152,10 @@ class FrontProcess:
         version.describe(_read_specs(message["inputs"]), _read_specs(message["outputs"]))
         arena = Arena.join(message, fds)
         geometry = arena.geometry
-        meters = QueueMeters(
+        metrics = QueueMetrics(
             self._front.registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
-        queue = open_queue(arena, self._number, version.inputs, version.outputs, meters)
+        queue = open_queue(arena, self._number, version.inputs, version.outputs, metrics)
         SCHEDULER.put(version, simple_scheduler(queue))
         if message["text"] is not None:
             version.text = msgspec.convert(message["text"], Info)

@@ -195,7 +195,7 @@ class FileBuffer:
         try:
             while at < len(view):
                 at += os.pwrite(self._fd, view[at:], self._offset + at)
-        except OSError as error:  # a file with holes, and no memory is left to fill them
+        except OSError as error:  # a file with placeholders, and no memory is left to fill them
             raise broken(self._region, error) from None
 
 

@@ -8,8 +8,8 @@ and no check that preparing the request has made already. An error on the way in
 on the way out is sent to the client, and the rows go back too. A large answer is written in a task, in a
 thread: its memory stays taken until then. Code that runs for every request is compiled, in `_ext.fast_path`.
 
-CachedPath is the fast path of a version with a response cache: fill -> key -> hit: write, and the place goes
-back; miss: the place runs, and its answer is kept.
+CachedPath is the fast path of a version with a response cache: fill -> key -> hit: write, and the lease goes
+back; miss: the lease runs, and its answer is kept.
 PathCache, PerVersion and PreparedCache keep paths and prepared
 requests for the next request, and drop them with their version.
 """
@@ -27,7 +27,7 @@ from fastserve.engine import (
     CacheStage,
     Entry,
     Miss,
-    Pending,
+    Ticket,
     cache_stage_of,
     fast_queue_of,
     keep_response,
@@ -71,8 +71,8 @@ class FastPath(Lifecycle):
     ) -> None:
         requests, duration = traffic.succeeded(version.model, version.number)
         decode, encode = traffic.stages(version.model, version.number)
-        meters = requests.add, duration.observe_ns, decode.observe_ns, encode.observe_ns
-        super().__init__(queue, ServeError, meters, outcome.answered, replies)
+        metrics = requests.add, duration.observe_ns, decode.observe_ns, encode.observe_ns
+        super().__init__(queue, ServeError, metrics, outcome.answered, replies)
         self.version = version
         self.refuse = outcome.refused
         self._large: set[asyncio.Task[None]] = set()
@@ -83,22 +83,22 @@ class FastPath(Lifecycle):
         return not prepared.outside
 
     def respond(
-        self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any
+        self, exchange: Exchange, prepared: PreparedRequest, ticket: Ticket, request_id: Any, held: Any
     ) -> Coroutine[Any, Any, None] | None:
         """Answer as the general path does."""
-        response = read_response(self.queue, pending, prepared.wanted)
+        response = read_response(self.queue, ticket, prepared.wanted)
         return prepared.write_response(exchange, response, request_id, held)
 
-    def answer_later(self, pending: Pending, later: Coroutine[Any, Any, None]) -> None:
+    def answer_later(self, ticket: Ticket, later: Coroutine[Any, Any, None]) -> None:
         """The answer is large: `later` writes it, and then everything goes the way of all answers."""
-        exchange, prepared, request_id, held = pending.context
+        exchange, prepared, request_id, held = ticket.context
 
         def let_go() -> None:
-            self.queue.release(pending)
+            self.queue.release(ticket)
             if held is not None:
                 held.close()
 
-        ran_ns = monotonic_ns() - pending.submitted_ns
+        ran_ns = monotonic_ns() - ticket.submitted_ns
         self.write_later(exchange, prepared, request_id, later, let_go, ran_ns)
 
     def write_later(
@@ -219,13 +219,13 @@ class CachedPath(FastPath):
             self.failed(exchange, prepared, request_id, error)
 
     def reply(
-        self, exchange: Exchange, prepared: PreparedRequest, pending: Pending, request_id: Any, held: Any
+        self, exchange: Exchange, prepared: PreparedRequest, ticket: Ticket, request_id: Any, held: Any
     ) -> Coroutine[Any, Any, None] | None:
         """Answer, and keep the answer: what is held is the miss."""
-        found = prepared.layout_out.read(pending.place, pending.rows)
+        found = prepared.layout_out.read(ticket.lease, ticket.rows)
         writer = None if found is None else prepared.writers.get(found[0]) or prepared.add_writer(found[0])
         if found is None or writer is None:
-            response = read_response(self.queue, pending, prepared.wanted)
+            response = read_response(self.queue, ticket, prepared.wanted)
             keep_response(held, response)
             return prepared.write_response(exchange, response, request_id, None)
         held.keep(prepared.kept_form(found[0]), found[1])
@@ -245,7 +245,7 @@ class PreparedCache(Generic[Prepared]):
         self.find = self._known.get
         keepers.add(self)
 
-    def learn(self, key: bytes, path: FastPath, prepared: Prepared) -> None:
+    def cache_template(self, key: bytes, path: FastPath, prepared: Prepared) -> None:
         """Remember what requests of this key are."""
         self._known[key] = path, prepared
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fastserve._ext import batch_ring
+from fastserve._ext.arena_maintenance import Heartbeat
 from fastserve._ext.batch_ring import BatchRing
-from fastserve._ext.upkeep import Pulse
 from fastserve.backends.registry import find_backend
 from fastserve.settings.model_options import read_options
 from fastserve.settings.text_options import TextOptions
@@ -169,12 +169,16 @@ class Arena:
     """One process's mapping of an arena: memory, doorbells and the ring over them. `close()` releases it."""
 
     def __init__(
-        self, geometry: Geometry, memory_fd: int, worker_bells: Sequence[int], front_bells: Sequence[int]
+        self,
+        geometry: Geometry,
+        memory_fd: int,
+        worker_doorbells: Sequence[int],
+        front_doorbells: Sequence[int],
     ):
         self.geometry = geometry
         self.memory_fd = memory_fd
-        self.worker_bells = list(worker_bells)
-        self.front_bells = list(front_bells)
+        self.worker_doorbells = list(worker_doorbells)
+        self.front_doorbells = list(front_doorbells)
         self.memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
 
     @classmethod
@@ -202,20 +206,26 @@ class Arena:
 
     def ring(self, *, front: int = -1, worker: int = -1, control: int = -1) -> BatchRing:
         """The ring as front `front` or as worker `worker` sees it; `control` also ends a worker's wait."""
-        own = self.front_bells[front] if front >= 0 else self.worker_bells[worker] if worker >= 0 else -1
+        own = (
+            self.front_doorbells[front]
+            if front >= 0
+            else self.worker_doorbells[worker]
+            if worker >= 0
+            else -1
+        )
         return BatchRing(
             self.memory,
             front=front,
             worker=worker,
-            own_bell=own,
-            worker_bells=self.worker_bells,
-            front_bells=self.front_bells,
+            own_doorbell=own,
+            worker_doorbells=self.worker_doorbells,
+            front_doorbells=self.front_doorbells,
             control=control,
         )
 
-    def pulse(self) -> Pulse:
+    def pulse(self) -> Heartbeat:
         """Return the owner's means to ask workers for signs of life."""
-        return Pulse(self.memory, self.worker_bells, parted=self.geometry.decoupled)
+        return Heartbeat(self.memory, self.worker_doorbells, parted=self.geometry.decoupled)
 
     def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:
         """The message and the descriptors that worker number `worker` is sent to join."""
@@ -227,13 +237,13 @@ class Arena:
 
     def _described(self, **who: int) -> tuple[dict[str, Any], list[int]]:
         geometry = {name: getattr(self.geometry, name) for name in Geometry.__slots__}
-        return {"geometry": geometry, **who}, [self.memory_fd, *self.worker_bells, *self.front_bells]
+        return {"geometry": geometry, **who}, [self.memory_fd, *self.worker_doorbells, *self.front_doorbells]
 
     def close(self) -> None:
         """Close every descriptor. The memory goes when the last view of it does."""
-        for fd in (self.memory_fd, *self.worker_bells, *self.front_bells):
+        for fd in (self.memory_fd, *self.worker_doorbells, *self.front_doorbells):
             os.close(fd)
-        self.worker_bells, self.front_bells, self.memory_fd = [], [], -1
+        self.worker_doorbells, self.front_doorbells, self.memory_fd = [], [], -1
         with contextlib.suppress(BufferError):  # a ring still looks at it; unmapped when that goes
             self.memory.close()
         del self.memory  # the arena itself may be in a circle with its workers until it is collected

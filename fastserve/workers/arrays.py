@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
-from fastserve._ext.slab_tensors import SlabDesk
+from fastserve._ext.slab_tensors import SlabCodec
 from fastserve.tensor import DTYPES, DType, Tensor
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ _BY_CODE = (None, *(None if dtype is BYTES else NUMPY[name] for name, dtype in D
 _BY_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name not in ("bfloat16", "bytes")}
 
 
-def open_desk(arena: Arena, ring: BatchRing) -> SlabDesk:
+def open_slab_codec(arena: Arena, ring: BatchRing) -> SlabCodec:
     """Open the slabs of a worker's arena: tensors as arrays, strings as views of their bytes."""
-    return SlabDesk(arena.memory, worker=ring.worker, make_array=np.ndarray, types=_BY_CODE)
+    return SlabCodec(arena.memory, worker=ring.worker, make_array=np.ndarray, types=_BY_CODE)
 
 
 def unpack_strings(data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

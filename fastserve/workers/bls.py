@@ -30,7 +30,7 @@ from fastserve.backends.triton_api.tensor import TritonModelException
 from fastserve.codec.slab_contents import RequestNote, read_answer_note, write_note
 from fastserve.errors import Kind
 from fastserve.workers.arena import Arena
-from fastserve.workers.arrays import open_desk, read_array
+from fastserve.workers.arrays import open_slab_codec, read_array
 from fastserve.workers.control import ControlChannel, ControlFault, PeerGone, in_pieces
 from fastserve.workers.request_codec import KINDS, STRINGS, to_entry
 from fastserve.workers.requests import KeptSlab
@@ -70,7 +70,7 @@ class BlsClient:
 
     def __init__(self, control: ControlChannel, arena: Arena, ring: BatchRing) -> None:
         self._control, self._ring = control, ring
-        self._desk = open_desk(arena, ring)
+        self._codec = open_slab_codec(arena, ring)
         self._calls: dict[int, OutgoingCall] = {}
         self._numbers = itertools.count(1)
         self._reading = threading.Lock()
@@ -146,7 +146,7 @@ class BlsClient:
 
     def _begin(self, request: InferenceRequest, *, many: bool) -> OutgoingCall:
         tensors = [to_entry(i, t.raw, t.triton_dtype()) for i, t in enumerate(request.inputs())]
-        offset, size = self._desk.put(tensors, write_note(_note_of(request)))
+        offset, size = self._codec.put(tensors, write_note(_note_of(request)))
         if offset == 0:
             raise TritonModelException(NO_ROOM)
         timeout_us = request.timeout() or int(DEFAULT_TIMEOUT_S * 1e6)
@@ -161,7 +161,7 @@ class BlsClient:
             self._control.send({"op": "infer", "id": call.number, **told})
         except ControlFault:
             del self._calls[call.number]
-            self._ring.return_lease(offset)
+            self._ring.free_slab(offset)
             raise TritonModelException(GONE) from None
         return call
 
@@ -229,7 +229,7 @@ class BlsClient:
             call.final = True
             del self._calls[call.number]
             if call.offset:
-                self._ring.return_lease(call.offset)
+                self._ring.free_slab(call.offset)
         if call.left:
             self._drop_answers(call)
         call.news.set()
@@ -238,13 +238,13 @@ class BlsClient:
         while call.answers:
             offset = call.answers.popleft().get("offset")
             if offset:
-                self._ring.return_lease(offset)
+                self._ring.free_slab(offset)
 
     def _response(self, answer: dict[str, Any]) -> InferenceResponse:
         offset = answer.get("offset")
         if not offset:
             return _failed(answer["message"])
-        entries, said = self._desk.arrays(offset, answer["nbytes"])
+        entries, said = self._codec.arrays(offset, answer["nbytes"])
         note = read_answer_note(said)
         tensors = [
             TritonTensor.made_of(name, read_array(code, shape, data), KINDS[code], code != STRINGS)
@@ -254,7 +254,7 @@ class BlsClient:
         if views:
             KeptSlab(self._ring, offset, views, self._kept)
         else:
-            self._ring.return_lease(offset)
+            self._ring.free_slab(offset)
         return InferenceResponse(tensors, parameters=note.parameters)
 
 

@@ -1,8 +1,8 @@
-"""Batches of Python objects, for the batching library: each place brings an element, or the first
+"""Batches of Python objects, for the batching library: each lease brings an element, or the first
 brings the whole batch.
 
 An element is a numpy row in a column, or bytes of codec/safe_msgpack in a slab. Results travel the same
-ways back. What cannot travel fails its own place; what the transformer raises fails the batch.
+ways back. What cannot travel fails its own lease; what the transformer raises fails the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastserve.backends.base import ElementBackend
 
 log = logging.getLogger(__name__)
-LibraryPlace = tuple[int, int, int, int]  # first row, rows, slab offset, bytes
+LibraryLease = tuple[int, int, int, int]  # first row, rows, slab offset, bytes
 
 
 class LibraryRunner:
@@ -40,20 +40,20 @@ class LibraryRunner:
         self._columns: dict[tuple[int, bool], np.ndarray[Any, Any]] = {}
 
     def run(self, slot: int) -> None:
-        """Answer every place of the slot."""
-        places = self._ring.places(slot)
-        if not places:
+        """Answer every lease of the slot."""
+        leases = self._ring.leases(slot)
+        if not leases:
             return
-        batch = self._read(slot, places)
+        batch = self._read(slot, leases)
         self._ring.start_run(slot)
         results = self._apply(slot, batch)
         self._ring.end_run(slot)
         if self._whole:
-            self._answer(slot, places[0][0], results)
+            self._answer(slot, leases[0][0], results)
             return
-        if len(results) != len(places) and not self._ring.inputs:
-            raise internal(f"transform returned {len(results)} results for {len(places)} elements")
-        self._write(slot, places, results)
+        if len(results) != len(leases) and not self._ring.inputs:
+            raise internal(f"transform returned {len(results)} results for {len(leases)} elements")
+        self._write(slot, leases, results)
 
     def _apply(self, slot: int, batch: Any) -> Any:
         """Run a batch, by halves where memory is short and the elements are separate."""
@@ -82,14 +82,14 @@ class LibraryRunner:
     def warm_up(self, rows: int, guess: SyntheticInput) -> None:
         """Do nothing: no element can be synthesized."""
 
-    def _read(self, slot: int, places: list[LibraryPlace]) -> Any:
+    def _read(self, slot: int, leases: list[LibraryLease]) -> Any:
         if self._whole:
-            return decode(bytes(self._ring.slab(places[0][2], places[0][3])))
+            return decode(bytes(self._ring.slab(leases[0][2], leases[0][3])))
         if self._ring.inputs:
             return self._column(slot, output=False)[: self._ring.batch_rows(slot)]
-        return [decode(bytes(self._ring.slab(offset, nbytes))) for _, _, offset, nbytes in places]
+        return [decode(bytes(self._ring.slab(offset, nbytes))) for _, _, offset, nbytes in leases]
 
-    def _write(self, slot: int, places: list[LibraryPlace], results: Any) -> None:
+    def _write(self, slot: int, leases: list[LibraryLease], results: Any) -> None:
         if self._ring.outputs:
             rows = self._ring.batch_rows(slot)
             results = np.asarray(results)
@@ -99,9 +99,9 @@ class LibraryRunner:
                 raise internal(f"transform returned an array of shape {shapes}")
             np.copyto(column[:rows], results, casting="same_kind")
             return
-        numbered = [p[0] for p in places] if self._ring.inputs else range(len(places))
-        for place, index in zip(places, numbered, strict=True):
-            self._answer(slot, place[0], results[index])
+        numbered = [p[0] for p in leases] if self._ring.inputs else range(len(leases))
+        for lease, index in zip(leases, numbered, strict=True):
+            self._answer(slot, lease[0], results[index])
 
     def _answer(self, slot: int, row: int, result: Any) -> None:
         status, payload = 0, b""
@@ -112,12 +112,12 @@ class LibraryRunner:
                 payload = encode(result)
         except TypeError as error:
             status, payload = Kind.INVALID_ARGUMENT.value, encode(f"the result cannot be sent back: {error}")
-        offset = self._ring.lease(len(payload))
+        offset = self._ring.allocate_slab(len(payload))
         if offset == 0:
-            self._ring.answer_place(slot, row, Kind.RESOURCE_EXHAUSTED.value, 0, 0)
+            self._ring.answer_lease(slot, row, Kind.RESOURCE_EXHAUSTED.value, 0, 0)
             return
         self._ring.slab(offset, len(payload), True)[:] = payload
-        self._ring.answer_place(slot, row, status, offset, len(payload))
+        self._ring.answer_lease(slot, row, status, offset, len(payload))
 
     def _column(self, slot: int, *, output: bool) -> np.ndarray[Any, Any]:
         """The slot's only input or output column as an array [max_rows, *row shape]; inputs read-only."""

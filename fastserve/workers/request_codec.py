@@ -13,7 +13,7 @@ import numpy as np
 
 from fastserve._ext.flatten import pack_bytes
 from fastserve._ext.slab_tensors import MAX_RANK
-from fastserve._ext.triton_requests import OneReply, RequestDesk, WholeRequest
+from fastserve._ext.triton_requests import OneReply, RequestCodecBase, WholeRequest
 from fastserve.backends.model_errors import explain
 from fastserve.backends.triton_api.requests import InferenceRequest, InferenceResponse
 from fastserve.backends.triton_api.tensor import BY_NUMBER, STRING, Tensor, TritonModelException
@@ -21,7 +21,7 @@ from fastserve.codec.slab_contents import AnswerNote, read_request_note, write_n
 from fastserve.errors import Kind
 from fastserve.tensor import DTYPES
 from fastserve.workers.arena import Arena
-from fastserve.workers.arrays import open_desk, unpack_strings
+from fastserve.workers.arrays import open_slab_codec, unpack_strings
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -41,13 +41,13 @@ Array = np.ndarray[Any, Any]
 Packed = tuple[list["Entry"], bytes]  # outputs, their note
 
 
-class RequestCodec(RequestDesk):
+class RequestCodec(RequestCodecBase):
     """The request codec of one model."""
 
     def __init__(self, arena: Arena, ring: BatchRing, backend: RequestBackend) -> None:
         config = backend.config
         self._backend = backend
-        self._slabs = open_desk(arena, ring)
+        self._slabs = open_slab_codec(arena, ring)
         self.put = self._slabs.put
         self._batching, self._outputs = backend.batching, list(backend.outputs)
         self._declared = [entry["name"] for entry in config.get("output") or ()]

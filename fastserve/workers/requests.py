@@ -40,35 +40,35 @@ log = logging.getLogger(__name__)
 
 
 class RequestRunner:
-    """Runs slots whose places carry whole requests. It publishes them itself, now or later."""
+    """Runs slots whose leases carry whole requests. It publishes them itself, now or later."""
 
     def __init__(
         self, arena: Arena, ring: BatchRing, backend: RequestBackend, config: Mapping[str, Any]
     ) -> None:
         self._ring = ring
         self._isolating = may_isolate(config)
-        self._desk = RequestCodec(arena, ring, backend)
+        self._codec = RequestCodec(arena, ring, backend)
         self._backend, self._decoupled = backend, backend.decoupled
         self._kept: set[KeptSlab] = set()
 
     def run(self, slot: int) -> bool:
-        """Answers every place of the slot, or sees to it that they will be. True: it publishes the slot."""
-        places = self._ring.places(slot)
-        if not places:
+        """Answers every lease of the slot, or sees to it that they will be. True: it publishes the slot."""
+        leases = self._ring.leases(slot)
+        if not leases:
             return False
         self._ring.start_run(slot)
-        batch = RequestBatch(self._ring, self._desk, slot, len(places), self._kept)
+        batch = RequestBatch(self._ring, self._codec, slot, len(leases), self._kept)
         changes.gathering = True
         try:
-            self._run(batch, places)
+            self._run(batch, leases)
         finally:
             changes.gathering = False
             changes.flush()
         batch.settle()  # holds no request any more: one the model has forgotten has ended
         return True
 
-    def _run(self, batch: RequestBatch, places: list[tuple[int, int, int, int]]) -> None:
-        asked = self._desk.read_all(batch, places, RequestReply, self._decoupled)
+    def _run(self, batch: RequestBatch, leases: list[tuple[int, int, int, int]]) -> None:
+        asked = self._codec.read_all(batch, leases, RequestReply, self._decoupled)
         if asked:
             self._execute(batch.slot, asked)
 
@@ -86,7 +86,7 @@ class RequestRunner:
         except Exception as fault:
             error = fault
         else:
-            self._desk.answer_all(responses, replies)
+            self._codec.answer_all(responses, replies)
             return
         try:  # handled here no more: see isolation.py
             self._batch_failed(slot, asked, requests, error)
@@ -110,10 +110,10 @@ class RequestRunner:
         """Each run sees requests read anew: a model may have written into what it was given."""
 
         def run(group: Sequence[Asked]) -> None:
-            requests = [self._desk.read(one.reply, one.offset, one.nbytes, one.lent) for one in group]
+            requests = [self._codec.read(one.reply, one.offset, one.nbytes, one.lent) for one in group]
             with counted(self._ring, slot, sum(one.rows for one in group)):
                 responses = self._backend.execute(requests, _unexpected)
-            self._desk.answer_all(_checked(responses, len(group)), [one.reply for one in group])
+            self._codec.answer_all(_checked(responses, len(group)), [one.reply for one in group])
 
         def fail(one: Asked, fault: Exception) -> None:
             self._fail([one.reply], fault)
@@ -150,7 +150,7 @@ class RequestRunner:
     def _fail(self, replies: list[RequestReply], error: BaseException) -> None:
         kind = kind_of(error)
         for reply in replies:
-            reply.fail(kind, self._desk.words(error))
+            reply.fail(kind, self._codec.words(error))
 
 
 def _unexpected(error: BaseException) -> None:
@@ -200,7 +200,7 @@ class KeptSlab:
     def _gone(self, _: Any) -> None:
         self._left -= 1
         if self._left == 0:
-            self._ring.return_lease(self._offset)
+            self._ring.free_slab(self._offset)
             self._home.discard(self)
 
 
@@ -208,9 +208,9 @@ class RequestBatch(SlotRun):
     """A slot that this worker runs."""
 
     def __init__(
-        self, ring: BatchRing, desk: RequestCodec, slot: int, places: int, kept: set[KeptSlab]
+        self, ring: BatchRing, codec: RequestCodec, slot: int, leases: int, kept: set[KeptSlab]
     ) -> None:
-        super().__init__(ring, desk, slot, places)
+        super().__init__(ring, codec, slot, leases)
         self._kept = kept
 
     def _keep(self, row: int, arrays: list[Any]) -> None:
@@ -233,7 +233,7 @@ class RequestReply(OneReply):
             if self.decoupled:
                 self._post(packed, final=True)
             elif not self._sent:
-                self._place(kind.value, packed)
+                self._answer_slab(kind.value, packed)
         finally:
             self.end()
             self.let_go()
@@ -260,7 +260,7 @@ class RequestReply(OneReply):
             log.exception("a request the model has forgotten could not be ended")
 
     def _silent(self) -> None:
-        self._place(Kind.INTERNAL.value, ([], error_note(Kind.INTERNAL, SILENT)))
+        self._answer_slab(Kind.INTERNAL.value, ([], error_note(Kind.INTERNAL, SILENT)))
 
     def _twice(self) -> None:
         raise TritonModelException(TWICE)
@@ -273,7 +273,7 @@ class RequestReply(OneReply):
     def _packed(self, response: InferenceResponse) -> tuple[int, Packed]:
         error = response._error
         if error is None:
-            return 0, self._batch.desk.pack(response, self.wanted)
+            return 0, self._batch.codec.pack(response, self.wanted)
         code = error.code()
         kind = KINDS[code] if 0 <= code < len(KINDS) else Kind.INTERNAL
         return kind.value, ([], error_note(kind, error.message()))
@@ -301,7 +301,7 @@ class RequestReply(OneReply):
         if self._wait(lambda: ring.send_part(slot, row, offset, size, final)):
             self._sent += 1
         elif offset:
-            ring.return_lease(offset)
+            ring.free_slab(offset)
 
     def _wait(self, ready: Callable[[], Found]) -> Found | None:
         """Return the first true result of `ready`, polled; None when the caller has left."""
@@ -327,7 +327,7 @@ class PartSpace:
     def look(self) -> tuple[int, int] | None:
         """(offset, bytes), None for no room yet. Raises ServeError RESOURCE_EXHAUSTED once it is hopeless."""
         reply = self._reply
-        offset, size = reply._batch.desk.put(*self._packed)
+        offset, size = reply._batch.codec.put(*self._packed)
         if offset:
             return offset, size
         now = time.monotonic()

@@ -22,7 +22,7 @@ from fastserve.backends.model_errors import end_if_lost, explain, kind_of
 from fastserve.errors import Kind, ServeError, internal, invalid, pack_status
 from fastserve.settings.model_options import may_isolate
 from fastserve.tensor import DTYPES, TensorSpec
-from fastserve.workers.arrays import NUMPY, open_desk, read_array, to_entry
+from fastserve.workers.arrays import NUMPY, open_slab_codec, read_array, to_entry
 from fastserve.workers.isolation import OomSplit, counted, isolate, most_runs
 from fastserve.workers.warmup import SyntheticInput
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Columns = dict[str, "np.ndarray[Any, Any]"]
-DensePlace = tuple[int, int, int, int]  # first row, rows; of slabs, nothing here
+DenseLease = tuple[int, int, int, int]  # first row, rows; of slabs, nothing here
 
 
 class DenseRunner:
     """Runs slots of an arena with columns. Arrays over each slot are made once and sliced per batch."""
 
-    def __init__(self, place: WorkerContext) -> None:
+    def __init__(self, lease: WorkerContext) -> None:
         backend: Backend
-        self._arena, self._ring, backend, config = place
+        self._arena, self._ring, backend, config = lease
         self._backend = backend
         self._isolating = may_isolate(config)
         # Results that a framework puts into the slot's columns by itself.
@@ -56,7 +56,7 @@ class DenseRunner:
         """Run every row of the slot; outputs land in its output columns."""
         ring = self._ring
         rows = ring.batch_rows(slot)
-        if not ring.places(slot, 1):
+        if not ring.leases(slot, 1):
             return  # everybody left: publishing frees the slot
         padded = self.pad(slot, rows)
         _, inputs, outputs = self._slots[slot]
@@ -94,15 +94,15 @@ class DenseRunner:
         """A run of the whole batch raised `error`: run it again in parts, where its rows do not depend on
         each other. Raises what it cannot be answered for. `whole`: see OomSplit."""
         end_if_lost(error)
-        rows, places = self._ring.batch_rows(slot), self._ring.places(slot)
+        rows, leases = self._ring.batch_rows(slot), self._ring.leases(slot)
         parts = OomSplit(self._backend, rows, error, padded=self._padded, whole=whole)
-        alone = len(places) == 1 and places[0][1] == rows
-        if not self._isolating or not places or (alone and not parts.short):
+        alone = len(leases) == 1 and leases[0][1] == rows
+        if not self._isolating or not leases or (alone and not parts.short):
             raise parts.fault
         if alone:
             self._run_part(slot, parts, range(rows))
         else:
-            self._isolate(slot, places, parts, error)
+            self._isolate(slot, leases, parts, error)
         self._ring.end_run(slot)
 
     def _run_part(self, slot: int, parts: OomSplit, rows: Sequence[int]) -> None:
@@ -119,20 +119,20 @@ class DenseRunner:
         padded = self._padded(rows)
         self._backend.run({n: guess.make(spec, (padded,)) for n, spec in self._backend.inputs.items()})
 
-    def _isolate(self, slot: int, places: list[DensePlace], parts: OomSplit, error: Exception) -> None:
-        failed: list[tuple[DensePlace, Exception]] = []
+    def _isolate(self, slot: int, leases: list[DenseLease], parts: OomSplit, error: Exception) -> None:
+        failed: list[tuple[DenseLease, Exception]] = []
 
-        def run(group: Sequence[DensePlace]) -> None:
+        def run(group: Sequence[DenseLease]) -> None:
             rows = [row for first, count, _, _ in group for row in range(first, first + count)]
             self._run_part(slot, parts, rows)
 
-        def fail(place: DensePlace, fault: Exception) -> None:
-            failed.append((place, fault))
+        def fail(lease: DenseLease, fault: Exception) -> None:
+            failed.append((lease, fault))
 
-        most = most_runs(len(places), short=parts.short)
-        isolate(places, error, run=run, fail=fail, told=parts.fault, most=most)
-        for place, fault in failed:  # only now: should this worker die before, another runs the batch anew
-            self.refuse(slot, place[0], fault)
+        most = most_runs(len(leases), short=parts.short)
+        isolate(leases, error, run=run, fail=fail, told=parts.fault, most=most)
+        for lease, fault in failed:  # only now: should this worker die before, another runs the batch anew
+            self.refuse(slot, lease[0], fault)
         failed.clear()  # their tracebacks hold this list
 
     def _run_rows(self, slot: int, index: list[int]) -> None:
@@ -147,13 +147,13 @@ class DenseRunner:
             column[index] = results[name][: len(index)]
 
     def refuse(self, slot: int, row: int, error: Exception) -> None:
-        """Answer a place with an error text, in a slab."""
+        """Answer a lease with an error text, in a slab."""
         status = pack_status(error if isinstance(error, ServeError) else kind_of(error))
         text = explain(error).encode("utf-8", "replace")
-        offset = self._ring.lease(len(text))
+        offset = self._ring.allocate_slab(len(text))
         if offset:
             self._ring.slab(offset, len(text), True)[:] = text
-        self._ring.answer_place(slot, row, status, offset, len(text) if offset else 0)
+        self._ring.answer_lease(slot, row, status, offset, len(text) if offset else 0)
 
     def _padded(self, rows: int) -> int:
         return next((size for size in self._sizes if size >= rows), rows)
@@ -192,7 +192,7 @@ def _check(name: str, result: np.ndarray[Any, Any], column: np.ndarray[Any, Any]
 
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
-SlabPlace = tuple[int, int, Arrays]  # first row, rows, inputs
+SlabLease = tuple[int, int, Arrays]  # first row, rows, inputs
 # The words of TensorFlow Serving, spec 6.3 and vector ba-shape-clash.
 SHAPE_CLASH = (
     "Tensors with name '{}' from different tasks have different shapes and padding is turned off. "
@@ -202,13 +202,13 @@ SHAPE_CLASH = (
 
 
 class SlabRunner:
-    """Runs slots whose places carry slabs."""
+    """Runs slots whose leases carry slabs."""
 
-    def __init__(self, place: WorkerContext) -> None:
+    def __init__(self, lease: WorkerContext) -> None:
         backend: Backend
-        arena, self._ring, backend, config = place
+        arena, self._ring, backend, config = lease
         self._backend = backend
-        self._desk = open_desk(arena, self._ring)
+        self._codec = open_slab_codec(arena, self._ring)
         self._batching = int(config["max_batch_size"]) > 0
         self._isolating = may_isolate(config)
         self._mixed = str(config.get("mixed_shapes", "group"))
@@ -221,10 +221,10 @@ class SlabRunner:
             self._joining = backend
 
     def run(self, slot: int) -> None:
-        """Answer every place of the slot."""
-        places = self.read_places(slot)
+        """Answer every lease of the slot."""
+        leases = self.read_leases(slot)
         self._ring.start_run(slot)
-        for group in self.groups_of(places) if places else ():
+        for group in self.groups_of(leases) if leases else ():
             error: Exception | None = None
             try:
                 self._run_group(slot, group)
@@ -237,22 +237,22 @@ class SlabRunner:
                 del error  # its traceback holds this frame
 
     def group_failed(
-        self, slot: int, group: list[SlabPlace], error: Exception, *, whole: bool = False
+        self, slot: int, group: list[SlabLease], error: Exception, *, whole: bool = False
     ) -> None:
         """Run it again in parts, where that may be, and tell the rest. `whole`: see OomSplit. Raises
         DeviceLost."""
         end_if_lost(error)
-        parts = OomSplit(self._backend, sum(place[1] for place in group), error, whole=whole)
+        parts = OomSplit(self._backend, sum(lease[1] for lease in group), error, whole=whole)
 
-        def fail(place: SlabPlace, fault: Exception) -> None:
-            self._refuse(slot, [place], ServeError(kind_of(fault), explain(fault)))
+        def fail(lease: SlabLease, fault: Exception) -> None:
+            self._refuse(slot, [lease], ServeError(kind_of(fault), explain(fault)))
 
-        def run(places: Sequence[SlabPlace]) -> None:
-            if len(places) == 1:
-                self._run_alone(slot, places[0], parts if len(group) == 1 else parts.anew())
+        def run(leases: Sequence[SlabLease]) -> None:
+            if len(leases) == 1:
+                self._run_alone(slot, leases[0], parts if len(group) == 1 else parts.anew())
                 return
-            with counted(self._ring, slot, sum(place[1] for place in places)):
-                self._run_group(slot, places)
+            with counted(self._ring, slot, sum(lease[1] for lease in leases)):
+                self._run_group(slot, leases)
 
         if self._isolating and (len(group) > 1 or parts.short):
             most = most_runs(len(group), short=parts.short)
@@ -260,19 +260,19 @@ class SlabRunner:
             return
         if not isinstance(parts.fault, ServeError):
             log.error("the model failed on a batch of %d requests", len(group), exc_info=error)
-        for place in group:
-            fail(place, parts.fault)
+        for lease in group:
+            fail(lease, parts.fault)
 
-    def _run_alone(self, slot: int, place: SlabPlace, parts: OomSplit) -> None:
+    def _run_alone(self, slot: int, lease: SlabLease, parts: OomSplit) -> None:
         """Run one request, by halves of its rows where memory is short and they are separate."""
-        row, rows, arrays = place
+        row, rows, arrays = lease
         separate = self._batching and self._joining is None
 
         def run(some: Sequence[int]) -> Mapping[str, np.ndarray[Any, Any]]:
             with counted(self._ring, slot, rows if not separate else len(some)):
                 if separate:
                     return self._backend.run({n: a[some[0] : some[-1] + 1] for n, a in arrays.items()})
-                self._run_group(slot, [place])
+                self._run_group(slot, [lease])
                 return {}
 
         results = parts.run(range(rows if separate else 1), run)
@@ -286,44 +286,44 @@ class SlabRunner:
         raise error
 
     def answer_slab(self, slot: int, row: int, offset: int, size: int) -> None:
-        """Answer a place with a slab; without one there was no room for it."""
+        """Answer a lease with a slab; without one there was no room for it."""
         status = 0 if offset else Kind.RESOURCE_EXHAUSTED.value
-        self._ring.answer_place(slot, row, status, offset, size if offset else 0)
+        self._ring.answer_lease(slot, row, status, offset, size if offset else 0)
 
     def warm_up(self, rows: int, guess: SyntheticInput) -> None:
         """Run the backend on a synthetic input."""
         lead = (rows,) if self._batching else ()
         self._backend.run({name: guess.make(spec, lead) for name, spec in self._backend.inputs.items()})
 
-    def read_places(self, slot: int) -> list[SlabPlace]:
-        """Read the inputs of every place of the slot; a place that cannot be read is answered."""
-        places = []
-        for row, rows, offset, nbytes in self._ring.places(slot):
+    def read_leases(self, slot: int) -> list[SlabLease]:
+        """Read the inputs of every lease of the slot; a lease that cannot be read is answered."""
+        leases = []
+        for row, rows, offset, nbytes in self._ring.leases(slot):
             try:
-                places.append(self._read(row, rows, offset, nbytes))
+                leases.append(self._read(row, rows, offset, nbytes))
             except (ValueError, LookupError):  # strings whose lengths lie, say: its own caller's fault alone
                 fault = invalid("the inputs cannot be read as the tensors they claim to be")
                 self._refuse(slot, [(row, rows, {})], fault)
-        return places
+        return leases
 
-    def _read(self, row: int, rows: int, offset: int, nbytes: int) -> SlabPlace:
-        entries, _ = self._desk.arrays(offset, nbytes)
+    def _read(self, row: int, rows: int, offset: int, nbytes: int) -> SlabLease:
+        entries, _ = self._codec.arrays(offset, nbytes)
         inputs = self._inputs
         return row, rows, {inputs[number]: read_array(*entry) for number, *entry in entries}
 
-    def groups_of(self, places: list[SlabPlace]) -> list[list[SlabPlace]]:
-        """Places that run together. Raises ServeError for shapes that may not be mixed."""
+    def groups_of(self, leases: list[SlabLease]) -> list[list[SlabLease]]:
+        """Leases that run together. Raises ServeError for shapes that may not be mixed."""
         if not self._batching:
-            return [[place] for place in places]
-        groups: dict[tuple[Any, ...], list[SlabPlace]] = {}
-        for place in places:
-            groups.setdefault(self._sort(place[2]), []).append(place)
+            return [[lease] for lease in leases]
+        groups: dict[tuple[Any, ...], list[SlabLease]] = {}
+        for lease in leases:
+            groups.setdefault(self._sort(lease[2]), []).append(lease)
         if len(groups) < 2 or self._mixed == "group":
             return list(groups.values())
         if self._mixed == "pad":
-            return [_pad(places)]
-        for _, _, arrays in places:
-            clash = next(n for n in arrays if len({p[2][n].shape[1:] for p in places}) > 1)
+            return [_pad(leases)]
+        for _, _, arrays in leases:
+            clash = next(n for n in arrays if len({p[2][n].shape[1:] for p in leases}) > 1)
             raise ServeError(Kind.FAILED_PRECONDITION, SHAPE_CLASH.format(clash))
         return []
 
@@ -332,7 +332,7 @@ class SlabRunner:
         ragged = self._joining.ragged_inputs if self._joining is not None else ()
         return _row_shapes({name: array for name, array in arrays.items() if name not in ragged})
 
-    def _run_group(self, slot: int, group: Sequence[SlabPlace]) -> None:
+    def _run_group(self, slot: int, group: Sequence[SlabLease]) -> None:
         if self._joining is not None:
             parts = self._joining.run_requests([arrays for _, _, arrays in group])
             self._ring.end_run(slot)
@@ -353,18 +353,18 @@ class SlabRunner:
 
     def _answer(self, slot: int, row: int, results: Mapping[str, np.ndarray[Any, Any]]) -> None:
         outputs = [(i, spec) for i, spec in self._outputs if not self._parted or spec.name in results]
-        self._place(slot, row, 0, [to_entry(i, results[spec.name], spec.dtype) for i, spec in outputs])
+        self._answer_slab(slot, row, 0, [to_entry(i, results[spec.name], spec.dtype) for i, spec in outputs])
 
-    def _refuse(self, slot: int, group: list[SlabPlace], error: ServeError) -> None:
+    def _refuse(self, slot: int, group: list[SlabLease], error: ServeError) -> None:
         text = error.message.encode("utf-8", "replace")[:4000]
         for row, _, _ in group:
-            self._place(slot, row, pack_status(error), [(0, DTYPES["uint8"].code, (len(text),), text)])
+            self._answer_slab(slot, row, pack_status(error), [(0, DTYPES["uint8"].code, (len(text),), text)])
 
-    def _place(self, slot: int, row: int, status: int, entries: list[Entry]) -> None:
-        offset, size = self._desk.put(entries)
+    def _answer_slab(self, slot: int, row: int, status: int, entries: list[Entry]) -> None:
+        offset, size = self._codec.put(entries)
         if offset == 0:
             status, size = status or Kind.RESOURCE_EXHAUSTED.value, 0
-        self._ring.answer_place(slot, row, status, offset, size)
+        self._ring.answer_lease(slot, row, status, offset, size)
 
 
 def _join(parts: Sequence[Mapping[str, np.ndarray[Any, Any]]], short: OomSplit) -> Arrays:
@@ -382,11 +382,11 @@ def _row_shapes(arrays: Arrays) -> tuple[Any, ...]:
     return tuple((name, array.shape[1:]) for name, array in sorted(arrays.items()))
 
 
-def _pad(places: list[SlabPlace]) -> list[SlabPlace]:
+def _pad(leases: list[SlabLease]) -> list[SlabLease]:
     """Every input padded behind its own data to the largest row, with its own first element (spec 6.3)."""
-    padded = [(row, rows, dict(arrays)) for row, rows, arrays in places]
-    for name in places[0][2]:
-        shapes = [arrays[name].shape[1:] for _, _, arrays in places]
+    padded = [(row, rows, dict(arrays)) for row, rows, arrays in leases]
+    for name in leases[0][2]:
+        shapes = [arrays[name].shape[1:] for _, _, arrays in leases]
         if len({len(shape) for shape in shapes}) > 1:
             raise invalid(f"input {name!r}: requests differ in rank, padding cannot help")
         target = tuple(max(lengths) for lengths in zip(*shapes, strict=True))

@@ -23,7 +23,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
 
-from fastserve._ext.meter import Gauge
+from fastserve._ext.shared_metrics import Gauge
 from fastserve.errors import invalid
 from fastserve.metrics.registry import Family
 from fastserve.util.logs import current_logs

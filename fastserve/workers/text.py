@@ -62,8 +62,8 @@ class TextLoop:
         self.out = TokenSender(
             arena.memory,
             worker=worker,
-            own_bell=arena.worker_bells[worker],
-            front_bells=arena.front_bells,
+            own_doorbell=arena.worker_doorbells[worker],
+            front_doorbells=arena.front_doorbells,
             control=control,
             window=arena.geometry.window,
             statuses=STATUSES,
@@ -94,8 +94,8 @@ class TextLoop:
 
     def _is_awaited(self) -> bool:
         """Whether a sequence waits for a row of the engine: in its queue, or for one of several engines."""
-        pending = self._engine.pending()
-        return pending > self._rows or (pending >= self._most and self.out.behind and self.out.untaken)
+        ticket = self._engine.pending()
+        return ticket > self._rows or (ticket >= self._most and self.out.behind and self.out.untaken)
 
     def patience_ns(self, ran: bool) -> int:
         """How long the loop may sleep; negative: for ever."""
@@ -118,13 +118,13 @@ class TextLoop:
             self._submit(slot)
 
     def _submit(self, slot: int) -> None:
-        places = self._ring.places(slot)
-        if not places:  # its caller has left
+        leases = self._ring.leases(slot)
+        if not leases:  # its caller has left
             self._ring.publish(slot)
             return
         self._ring.start_run(slot)
         try:
-            ids, said = read_prompt(self._ring.slab(*places[0][2:]))
+            ids, said = read_prompt(self._ring.slab(*leases[0][2:]))
             note = read_text(said)
         except (ValueError, RecursionError):
             rid = self.out.admit(slot)

@@ -16,7 +16,7 @@ import uvloop
 
 from fastserve._ext.batch_ring import BatchRing
 from fastserve.engine import batch_queue
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import SCHEDULER, Engine
 from fastserve.engine.schedulers.plain import PlainScheduler
@@ -72,7 +72,7 @@ class Desk:
             )
         )
         self.registry = Registry()
-        meters = QueueMeters(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
+        meters = QueueMetrics(self.registry, "m", 1, 0, self.arena.geometry.max_rows)
         self.queue = BatchQueue(self.arena, 0, self.version.inputs, self.version.outputs, meters)
         SCHEDULER.put(self.version, PlainScheduler(self.queue))
         counters_of(self.version).queues.append(self.queue)

@@ -22,7 +22,7 @@ class Scrawl:
         self.geometry = arena.geometry
         self.slot_bytes, self.slots_at = HEADER.unpack_from(self.words)[8:]
         self.slabs_at = -(-(self.slots_at + arena.geometry.slots * self.slot_bytes) // PAGE) * PAGE
-        self.places = [at // 8 for at in self._places()]
+        self.leases = [at // 8 for at in self._places()]
         self.hurting = [at // 8 for at in self._slot_words()]
         self.written = 0
 
@@ -66,11 +66,11 @@ class Scrawl:
             return old & 0xFFFF << 48 | rng.choice([0, 1, 0xFF]) << 40 | rng.randrange(8) << 32 | counts
         if kind == 4:  # a row's state, front and rows
             return rng.randrange(6) | rng.randrange(2) << 32 | rng.randrange(5) << 48
-        return self.words[rng.choice(self.places)]  # what is right elsewhere: another slab, another word
+        return self.words[rng.choice(self.leases)]  # what is right elsewhere: another slab, another word
 
     def write(self, count: int) -> None:
         for _ in range(count):
-            at = self.rng.choice(self.hurting if self.rng.random() < 0.7 else self.places)
+            at = self.rng.choice(self.hurting if self.rng.random() < 0.7 else self.leases)
             if self.rng.random() < 0.2:
                 half = self.rng.choice([self.value(0) & 0xFFFFFFFF, self.rng.randrange(6)])
                 self.halves[2 * at + self.rng.randrange(2)] = half

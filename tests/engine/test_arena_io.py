@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fastserve._ext import slab_tensors
-from fastserve._ext.fast_path import Pending
+from fastserve._ext.fast_path import Ticket
 from fastserve.engine.arena_io import lay_out_inputs, lay_out_outputs, read_response
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.errors import ServeError
 from fastserve.metrics.registry import Registry
 from fastserve.tensor import DTYPES, Tensor, TensorSpec
@@ -38,8 +38,8 @@ def make_queue() -> Iterator[MakeQueue]:
         arenas.append(
             Arena.create(Geometry(2, 4, columns, columns, 0 if dense else pages, 0, 1, 1, requests))
         )
-        queue = BatchQueue(arenas[-1], 0, SPECS, SPECS, QueueMeters(registry, "m", 1, 0, 4))
-        queue.kick_soon = lambda: None  # type: ignore[method-assign]  # there is no loop
+        queue = BatchQueue(arenas[-1], 0, SPECS, SPECS, QueueMetrics(registry, "m", 1, 0, 4))
+        queue.wake_soon = lambda: None  # type: ignore[method-assign]  # there is no loop
         return queue
 
     yield make
@@ -52,7 +52,7 @@ def is_clean(queue: BatchQueue) -> bool:
     """Once a worker has found nobody waiting in what was abandoned."""
     worker = queue.arena.ring(worker=0)
     while (slot := worker.take()) >= 0:
-        assert worker.places(slot) == []
+        assert worker.leases(slot) == []
         worker.publish(slot)
     return queue.ring.outstanding() == 0 and queue.ring.slab_pages_used() == 0
 
@@ -70,7 +70,7 @@ def test_slabs_hold_what_was_put_in(make_queue: MakeQueue, names: str, rows: int
     layout_in = lay_out_inputs(queue, {name: INPUTS[name] for name in names}, batching=True)
     reserved = layout_in.reserve(rows, note)
     assert reserved is not None
-    place, memory, (offset, size) = reserved
+    lease, memory, (offset, size) = reserved
     numbers = ["abc".index(name) for name in names]
     data = contents(rows, tuple(ROW_BYTES[number] for number in numbers))
     for into, given in zip(memory, data, strict=True):
@@ -83,9 +83,9 @@ def test_slabs_hold_what_was_put_in(make_queue: MakeQueue, names: str, rows: int
     ]
     assert bytes(slab_tensors.read_note(slab)) == note
     layout_in.settle(reserved)
-    queue.ring.commit(place, rows)
+    queue.ring.commit(lease, rows)
     worker = queue.arena.ring(worker=0)
-    assert worker.places(worker.take()) == [(0, rows, offset, size)]
+    assert worker.leases(worker.take()) == [(0, rows, offset, size)]
 
 
 def test_columns_hold_what_was_put_in(make_queue: MakeQueue) -> None:
@@ -93,12 +93,12 @@ def test_columns_hold_what_was_put_in(make_queue: MakeQueue) -> None:
     layout_in = lay_out_inputs(queue, {name: INPUTS[name] for name in "cab"}, batching=True)
     reserved = layout_in.reserve(2)
     assert reserved is not None
-    place, memory, _ = reserved
+    lease, memory, _ = reserved
     data = contents(2, (2, 3, 32))
     for into, given in zip(memory, data, strict=True):
         into[:] = given
     layout_in.settle(reserved)
-    assert [bytes(queue.ring.input_rows(place, 2, column)) for column in range(3)] == [
+    assert [bytes(queue.ring.input_rows(lease, 2, column)) for column in range(3)] == [
         data[1],
         data[2],
         data[0],
@@ -131,34 +131,34 @@ def test_no_room(make_queue: MakeQueue) -> None:
 
 def test_answers_are_known_by_their_form(make_queue: MakeQueue) -> None:
     queue = make_queue(dense=False, requests=True)
-    layout_out, place = lay_out_outputs(queue, ("c",)), queue.ring.reserve(1)
+    layout_out, lease = lay_out_outputs(queue, ("c",)), queue.ring.reserve(1)
     data = contents(1)
     entries: list[slab_tensors.Entry] = [(2, DTYPES["int16"].code, (1,), data[2]), (0, 6, (1, 3), data[0])]
-    pending = Pending(queue, place, 1, lambda *_: None, 0, None)
-    queue.ring.commit(place, 1)
+    ticket = Ticket(queue, lease, 1, lambda *_: None, 0, None)
+    queue.ring.commit(lease, 1)
     worker = queue.arena.ring(worker=0)
-    desk = slab_tensors.SlabDesk(queue.arena.memory, worker=0)
+    desk = slab_tensors.SlabCodec(queue.arena.memory, worker=0)
     slot = worker.take()
-    worker.answer_place(slot, 0, 0, *desk.put(entries))
+    worker.answer_lease(slot, 0, 0, *desk.put(entries))
     worker.publish(slot)
-    found = layout_out.read(place, 1)
+    found = layout_out.read(lease, 1)
     assert found is not None
     assert [bytes(view) for view in found[1]] == [data[2], data[0]]
     assert layout_out.describe(found[0]) == [("c", DTYPES["int16"], (1,)), ("a", DTYPES["int8"], (1, 3))]
-    assert list(read_response(queue, pending, ("c",)).outputs) == ["c", "a"]  # the model's own choice
+    assert list(read_response(queue, ticket, ("c",)).outputs) == ["c", "a"]  # the model's own choice
 
 
 def test_errors_are_left_to_others(make_queue: MakeQueue) -> None:
     queue = make_queue(dense=False, requests=True)
-    place = queue.ring.reserve(1)
-    queue.ring.commit(place, 1)
+    lease = queue.ring.reserve(1)
+    queue.ring.commit(lease, 1)
     worker = queue.arena.ring(worker=0)
     slot = worker.take()
-    worker.answer_place(slot, 0, 3, 0, 0)
+    worker.answer_lease(slot, 0, 3, 0, 0)
     worker.publish(slot)
-    assert lay_out_outputs(queue, ()).read(place, 1) is None
+    assert lay_out_outputs(queue, ()).read(lease, 1) is None
     with pytest.raises(ServeError):
-        read_response(queue, Pending(queue, place, 1, lambda *_: None, 0, None), ())
+        read_response(queue, Ticket(queue, lease, 1, lambda *_: None, 0, None), ())
 
 
 class Broken:
@@ -174,7 +174,7 @@ class Broken:
         raise MemoryError(self._name)
 
 
-@pytest.mark.parametrize(("dense", "of", "name"), [(True, "ring", "input_rows"), (False, "desk", "lay")])
+@pytest.mark.parametrize(("dense", "of", "name"), [(True, "ring", "input_rows"), (False, "codec", "lay")])
 def test_what_cannot_be_had_leaves_nothing_reserved(
     make_queue: MakeQueue, dense: bool, of: str, name: str
 ) -> None:

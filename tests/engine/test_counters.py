@@ -80,13 +80,13 @@ def test_a_full_queue_is_a_rejection():
     async def work():
         async with desk(max_queue_rows=1, max_batch_size=1) as at:
             held = []
-            while (place := at.queue.ring.reserve(1)) >= 0:
-                held.append(place)
+            while (lease := at.queue.ring.reserve(1)) >= 0:
+                held.append(lease)
             with pytest.raises(ServeError, match="queue of this model is full"):
                 await at.ask(1)
             assert counts_of(at.version).failures["REJECTED"].count == 1
-            for place in held:
-                at.queue.abandon(place, 1)
+            for lease in held:
+                at.queue.abandon(lease, 1)
 
     run(work())
 

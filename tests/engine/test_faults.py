@@ -115,7 +115,7 @@ def test_a_batch_that_only_the_gone_were_in_is_not_run():
                     await leaving
                 assert at.queue.ring.queued() == 0
                 if taken:
-                    assert at.workers[0].places(slot) == []
+                    assert at.workers[0].leases(slot) == []
                     assert not at.workers[0].publish(slot)
                 assert at.workers[0].take() == -1
 

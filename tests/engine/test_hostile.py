@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from fastserve._ext.batch_ring import BatchRing
-from fastserve._ext.fast_path import Pending
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters
+from fastserve._ext.fast_path import Ticket
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry
 from fastserve.workers.arena import Arena, Geometry
@@ -40,13 +40,13 @@ class House:
         self.rng, self.dense = rng, bool(inputs)
         self.arena = Arena.create(geometry)
         self.registry = Registry()
-        self.queue = BatchQueue(self.arena, 0, {}, {}, QueueMeters(self.registry, "m", 1, 0, ROWS))
+        self.queue = BatchQueue(self.arena, 0, {}, {}, QueueMetrics(self.registry, "m", 1, 0, ROWS))
         self.workers = [self.arena.ring(worker=i) for i in range(2)]
         self.scrawl = Scrawl(self.arena, rng)
         self.numbers = itertools.count(1)
         self.written: list[tuple[int, list[int]]] = []  # reserved and not yet submitted
-        self.callers: list[Pending] = []
-        self.answered: list[Pending] = []  # columns only: read some time later
+        self.callers: list[Ticket] = []
+        self.answered: list[Ticket] = []  # columns only: read some time later
         self.running: list[tuple[BatchRing, int]] = []
         self.well = self.failed = 0
 
@@ -62,68 +62,68 @@ class House:
 
     def reserve(self) -> None:
         rows = self.rng.randrange(1, ROWS + 1)
-        place = self.queue.ring.reserve(rows)
-        if place < 0:
+        lease = self.queue.ring.reserve(rows)
+        if lease < 0:
             return
         numbers = list(itertools.islice(self.numbers, rows))
         payload = struct.pack(f"<{rows}Q", *numbers)
         ring = self.queue.ring
         if self.dense:
-            ring.input_rows(place, rows, 0)[:] = payload
-        elif not self.put_slab(ring, place, payload):
-            self.queue.abandon(place, rows)
+            ring.input_rows(lease, rows, 0)[:] = payload
+        elif not self.put_slab(ring, lease, payload):
+            self.queue.abandon(lease, rows)
             return
-        self.written.append((place, numbers))
+        self.written.append((lease, numbers))
 
-    def put_slab(self, ring: BatchRing, place: int, payload: bytes) -> bool:
-        offset = ring.lease(len(payload))
+    def put_slab(self, ring: BatchRing, lease: int, payload: bytes) -> bool:
+        offset = ring.allocate_slab(len(payload))
         if offset == 0:
             return False
         with contextlib.suppress(ValueError):
             ring.slab(offset, len(payload), True)[:] = payload
-        ring.attach_slab(place, offset, len(payload))
+        ring.attach_slab(lease, offset, len(payload))
         return True
 
     def submit(self) -> None:
         if self.written:
-            place, numbers = self.written.pop(self.rng.randrange(len(self.written)))
+            lease, numbers = self.written.pop(self.rng.randrange(len(self.written)))
             if self.rng.random() < 0.1:
-                self.queue.abandon(place, len(numbers))
+                self.queue.abandon(lease, len(numbers))
             else:
-                self.callers.append(self.queue.submit(place, len(numbers), self.done, 0, numbers))
+                self.callers.append(self.queue.submit(lease, len(numbers), self.done, 0, numbers))
 
-    def done(self, pending: Pending, error: ServeError | None) -> None:
-        self.callers.remove(pending)
+    def done(self, ticket: Ticket, error: ServeError | None) -> None:
+        self.callers.remove(ticket)
         if error is not None:
             self.failed += 1
         elif self.dense:
-            self.answered.append(pending)
+            self.answered.append(ticket)
         else:
-            self.read(pending)
+            self.read(ticket)
 
-    def read(self, pending: Pending) -> None:
+    def read(self, ticket: Ticket) -> None:
         try:
-            got = self.outputs(pending)
+            got = self.outputs(ticket)
         except REFUSALS:
             self.failed += 1
         else:
-            assert got == [ANSWER | number for number in pending.context], "another caller's numbers"
+            assert got == [ANSWER | number for number in ticket.context], "another caller's numbers"
             self.well += 1
-        self.queue.release(pending)
+        self.queue.release(ticket)
 
-    def outputs(self, pending: Pending) -> list[int]:
+    def outputs(self, ticket: Ticket) -> list[int]:
         ring = self.queue.ring
         if self.dense:
-            data = bytes(ring.output_rows(pending.place, pending.rows, 0))
+            data = bytes(ring.output_rows(ticket.lease, ticket.rows, 0))
         else:
-            offset, size = ring.answer_slab(pending.place)
-            if offset == 0 or size != 8 * pending.rows or ring.place_status(pending.place):
+            offset, size = ring.answer_slab(ticket.lease)
+            if offset == 0 or size != 8 * ticket.rows or ring.lease_status(ticket.lease):
                 raise ValueError("no answer")
             data = bytes(ring.slab(offset, size))
-        return list(struct.unpack(f"<{pending.rows}Q", data))
+        return list(struct.unpack(f"<{ticket.rows}Q", data))
 
     def hear(self) -> None:
-        self.queue._on_bell()
+        self.queue._on_doorbell()
 
     def read_one(self) -> None:
         if self.answered:
@@ -131,8 +131,8 @@ class House:
 
     def cancel(self) -> None:
         if self.callers and self.rng.random() < 0.3:
-            pending = self.callers.pop(self.rng.randrange(len(self.callers)))
-            self.queue.cancel(pending)
+            ticket = self.callers.pop(self.rng.randrange(len(self.callers)))
+            self.queue.cancel(ticket)
 
     # --- honest workers, and their owner
 
@@ -158,17 +158,17 @@ class House:
             words[to + row] = ANSWER | words[at + row]
 
     def compute_slabs(self, ring: BatchRing, slot: int) -> None:
-        for row, _, offset, nbytes in ring.places(slot):
+        for row, _, offset, nbytes in ring.leases(slot):
             if offset == 0:
                 continue
             data = bytes(ring.slab(offset, nbytes))
             numbers = struct.unpack(f"<{len(data) // 8}Q", data)
-            answer = ring.lease(len(data))
+            answer = ring.allocate_slab(len(data))
             if answer:
                 ring.slab(answer, len(data), True)[:] = struct.pack(
                     f"<{len(numbers)}Q", *(ANSWER | number for number in numbers)
                 )
-            ring.answer_place(slot, row, 0, answer, len(data))
+            ring.answer_lease(slot, row, 0, answer, len(data))
 
     def bury(self) -> None:
         """The owner thinks that a worker died."""
@@ -224,10 +224,10 @@ def test_rows_that_were_not_run_are_not_answered():
     async def work():
         house = House("columns", random.Random(0))
         house.queue.open()
-        place, numbers = house.queue.ring.reserve(ROWS), [1, 2, 3, 4]
-        house.queue.ring.input_rows(place, ROWS, 0)[:] = struct.pack("<4Q", *numbers)
-        house.callers.append(house.queue.submit(place, ROWS, house.done, 0, numbers))
-        row = house.scrawl.hurting[1 + 3 * (place & 0xFFFF)]  # state, front and rows of slot 0
+        lease, numbers = house.queue.ring.reserve(ROWS), [1, 2, 3, 4]
+        house.queue.ring.input_rows(lease, ROWS, 0)[:] = struct.pack("<4Q", *numbers)
+        house.callers.append(house.queue.submit(lease, ROWS, house.done, 0, numbers))
+        row = house.scrawl.hurting[1 + 3 * (lease & 0xFFFF)]  # state, front and rows of slot 0
         house.scrawl.words[row] = house.scrawl.words[row] & ~(0xFFFF << 48) | 2 << 48
         await asyncio.sleep(0)
         house.take()

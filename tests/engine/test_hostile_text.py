@@ -16,7 +16,7 @@ import pytest
 
 from fastserve._ext.token_records import TokenSender, read_prompt
 from fastserve.codec.text import Finish, Record, TextNote
-from fastserve.engine.batch_queue import QueueMeters
+from fastserve.engine.batch_queue import QueueMetrics
 from fastserve.engine.text import TextQueue, TextRun
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry
@@ -54,7 +54,7 @@ class House:
         self.rng = rng
         self.arena = Arena.create(Geometry(4, 1, (), (), 24, 0, workers=1, fronts=1, window=WINDOW))
         self.registry = Registry()
-        self.queue = TextQueue(self.arena, 0, {}, {}, QueueMeters(self.registry, "m", 1, 0, 1))
+        self.queue = TextQueue(self.arena, 0, {}, {}, QueueMetrics(self.registry, "m", 1, 0, 1))
         self.numbers = itertools.count(0, 10_000)
         self.callers: list[Caller] = []
         self.well = self.failed = 0
@@ -81,7 +81,7 @@ class House:
             self.callers.append(caller)
 
     def hear(self) -> None:
-        self.queue._on_bell()
+        self.queue._on_doorbell()
         for caller in [one for one in self.callers if one.over]:
             self.callers.remove(caller)
             self.well += caller.next % 10_000 > 0
@@ -104,8 +104,8 @@ class House:
             slot = self.worker.take()
             if slot < 0:
                 return
-            places = self.worker.places(slot)
-            ids, _ = read_prompt(self.worker.slab(*places[0][2:]))
+            leases = self.worker.leases(slot)
+            ids, _ = read_prompt(self.worker.slab(*leases[0][2:]))
             self.running[self.sender.admit(slot)] = ids[0]
 
     def say(self) -> None:

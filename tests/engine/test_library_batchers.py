@@ -57,13 +57,13 @@ class Bench:
         slot = self.worker.take()
         if slot < 0:
             return False
-        for row, _, offset, nbytes in self.worker.places(slot):
+        for row, _, offset, nbytes in self.worker.leases(slot):
             element = decode(bytes(self.worker.slab(offset, nbytes)))
             self.served.append(element)
             payload = encode(element)
-            answer = self.worker.lease(len(payload))
+            answer = self.worker.allocate_slab(len(payload))
             self.worker.slab(answer, len(payload), True)[:] = payload
-            self.worker.answer_place(slot, row, 0, answer, len(payload))
+            self.worker.answer_lease(slot, row, 0, answer, len(payload))
         self.worker.publish(slot)
         return True
 
@@ -73,7 +73,7 @@ class Bench:
 
     async def bell(self) -> None:
         """The front has heard of what was published."""
-        self.batcher.queue._on_bell()
+        self.batcher.queue._on_doorbell()
         await self.settle()
 
     @property
@@ -114,7 +114,7 @@ def test_who_comes_as_a_place_becomes_free_does_not_overtake():
         async with bench(1, 1) as at:
             await at.ask("runs", "waits")
             at.serve()
-            at.batcher.queue._on_bell()
+            at.batcher.queue._on_doorbell()
             newcomer = asyncio.ensure_future(at.batcher.do_one("newcomer"))
             await at.settle()
             await at.serve_all()
@@ -152,7 +152,7 @@ def test_who_has_left_is_passed_over(leaves, when):
             tasks = await at.ask(0, 1, 2, 3)
             if when == "as its turn comes":
                 at.serve()
-                at.batcher.queue._on_bell()  # the first in the queue is told, and has not looked yet
+                at.batcher.queue._on_doorbell()  # the first in the queue is told, and has not looked yet
             for number in leaves:
                 tasks[number].cancel()
             await at.settle()
@@ -171,17 +171,17 @@ def test_who_cannot_be_written_lets_the_next_try():
         async with bench(1, 1) as at:
             ring, pages = at.batcher.queue.ring, SLAB_BYTES // SLAB_PAGE
             tasks = await at.ask("runs", "no room", "no room either")
-            slot, hogs = at.worker.take(), [ring.lease((pages - 1) * SLAB_PAGE)]
+            slot, hogs = at.worker.take(), [ring.allocate_slab((pages - 1) * SLAB_PAGE)]
             at.worker.fail(slot, Kind.INTERNAL.value, "failed")
             at.worker.publish(slot)
-            at.batcher.queue._on_bell()
-            hogs.append(ring.lease(SLAB_PAGE))  # the page of the batch that failed
+            at.batcher.queue._on_doorbell()
+            hogs.append(ring.allocate_slab(SLAB_PAGE))  # the page of the batch that failed
             await at.settle()
             await at.serve_all()
             found: list[Any] = await asyncio.gather(*tasks, return_exceptions=True)
             assert [error.kind for error in found] == [Kind.INTERNAL, *[Kind.RESOURCE_EXHAUSTED] * 2]
             for offset in hogs:
-                ring.return_lease(offset)
+                ring.free_slab(offset)
             (task,) = await at.ask("fits")
             await at.serve_all()
             assert await task == "fits"
@@ -248,7 +248,7 @@ def test_whatever_happens_the_order_is_kept_and_nobody_is_forgotten(rows, slots,
                 elif verb == "cancel" and number < len(tasks):
                     tasks[number].cancel()
                 elif verb.startswith("serve") and at.serve():
-                    at.batcher.queue._on_bell()
+                    at.batcher.queue._on_doorbell()
                 if verb != "serve at once":
                     await at.settle()
             await at.settle()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastserve.engine import batch_queue
-from fastserve.engine.batch_queue import ONE_CORE_PATIENCE_NS, BatchQueue, QueueMeters
+from fastserve.engine.batch_queue import ONE_CORE_PATIENCE_NS, BatchQueue, QueueMetrics
 from fastserve.metrics.registry import Registry
 from fastserve.workers.arena import Arena, Geometry
 
@@ -26,21 +26,21 @@ class Turns:
         monkeypatch.setattr(batch_queue, "time", SimpleNamespace(monotonic_ns=lambda: self.now_ns))
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: cores)
         self.arena = Arena.create(Geometry(2, 4, (4,), (4,), 0, 0, 1, 1, False))
-        self.queue = BatchQueue(self.arena, 0, {}, {}, QueueMeters(registry, "m", 1, 0, 4))
+        self.queue = BatchQueue(self.arena, 0, {}, {}, QueueMetrics(registry, "m", 1, 0, 4))
         self.queue._loop = SimpleNamespace(call_soon=self.call_soon)  # type: ignore[assignment]
-        self.queue.ring = SimpleNamespace(kick=self.kick)
+        self.queue.ring = SimpleNamespace(wake_workers=self.wake_workers)
 
     def call_soon(self, call: Callable[[], object]) -> object:
         self.soon.append(call)
         return call
 
-    def kick(self) -> None:
+    def wake_workers(self) -> None:
         self.kicks += 1
 
     def first(self) -> None:
         """The call that a turn begins with."""
         self.queue.submitted += 1
-        self.queue.kick_soon()
+        self.queue.wake_soon()
 
     def turn(self, *, took_ns: int = TURN_NS, calls: int = 0) -> int:
         """How often workers were woken by the end of this turn, which brings calls besides the first."""
@@ -76,14 +76,14 @@ def test_a_worker_is_woken_at_the_end_of_a_turn(make_turns: Make) -> None:
     turns = make_turns(TWO)
     turns.first()
     assert turns.turn(calls=5) == 1
-    assert turns.queue.kicking is None
+    assert turns.queue.wake_handle is None
 
 
 def test_on_one_core_a_call_alone_is_not_delayed(make_turns: Make) -> None:
     turns = make_turns(ONE)
     turns.first()
     assert turns.turn() == 1
-    assert turns.queue.kicking is None
+    assert turns.queue.wake_handle is None
 
 
 def test_on_one_core_a_worker_sleeps_while_turns_bring_more(make_turns: Make) -> None:
@@ -91,7 +91,7 @@ def test_on_one_core_a_worker_sleeps_while_turns_bring_more(make_turns: Make) ->
     for woken in (1, 2):  # the next batch as the first
         turns.first()
         assert [turns.turn(calls=calls) for calls in (3, 1, 0)] == [woken - 1, woken - 1, woken]
-        assert turns.queue.kicking is None
+        assert turns.queue.wake_handle is None
 
 
 def test_on_one_core_a_worker_is_woken_though_turns_never_end_to_bring_more(make_turns: Make) -> None:

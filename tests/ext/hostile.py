@@ -45,15 +45,15 @@ def scrawl(fd: int, nbytes: int, seconds: float) -> None:
     rng = random.Random(7)
     shared = memoryview(mmap.mmap(fd, nbytes)).cast("B").cast("Q")
     values = words(20_000, rng)
-    places = [rng.randrange(len(shared)) for _ in range(100_000)]
+    leases = [rng.randrange(len(shared)) for _ in range(100_000)]
     until, written = time.monotonic() + seconds, 0
     print("scrawling", flush=True)
     while time.monotonic() < until:
         at = rng.randrange(len(values))
-        for place in places:
-            shared[place] = values[at % 100_000]
+        for lease in leases:
+            shared[lease] = values[at % 100_000]
             at += 1
-        written += len(places)
+        written += len(leases)
     print(written, flush=True)
 
 
@@ -61,7 +61,9 @@ class Front:
     """Calls everything a front or the owner ever calls, at random, and times it."""
 
     def __init__(self, memory: Any, bell: int) -> None:
-        self.ring = BatchRing(memory, front=0, own_bell=bell, worker_bells=[bell], front_bells=[bell, bell])
+        self.ring = BatchRing(
+            memory, front=0, own_doorbell=bell, worker_doorbells=[bell], front_doorbells=[bell, bell]
+        )
         self.held: list[tuple[int, int]] = []
         self.done: collections.Counter[str] = collections.Counter()
         self.longest_s = 0.0
@@ -81,12 +83,12 @@ class Front:
     def turn(self) -> None:
         ring, rng = self.ring, self.rng
         rows = rng.randrange(1, 5)
-        place = self.call(ring.reserve, rows)
-        if place not in (FULL, None):
-            self.write(place, rows)
-            if self.call(rng.choice([ring.commit, ring.commit, ring.abandon]), place, rows) is None:
-                self.held.append((place, rows))
-        self.call(ring.kick)
+        lease = self.call(ring.reserve, rows)
+        if lease not in (FULL, None):
+            self.write(lease, rows)
+            if self.call(rng.choice([ring.commit, ring.commit, ring.abandon]), lease, rows) is None:
+                self.held.append((lease, rows))
+        self.call(ring.wake_workers)
         for slot, seq in self.call(ring.drain) or ():
             assert slot < ring.slots
             if slot >= 0:
@@ -96,36 +98,36 @@ class Front:
         if rng.random() < 0.1:
             self.own(rng.randrange(ring.slots))
 
-    def write(self, place: int, rows: int) -> None:
+    def write(self, lease: int, rows: int) -> None:
         ring = self.ring
         for column in range(ring.inputs):
-            view = self.call(ring.input_rows, place, rows, column)
+            view = self.call(ring.input_rows, lease, rows, column)
             view[:] = b"i" * len(view)
-        offset = self.call(ring.lease, 6000)
+        offset = self.call(ring.allocate_slab, 6000)
         if offset:
             view = self.call(ring.slab, offset, 6000, True)
             if view is not None:
                 view[:] = b"s" * 6000
-            self.call(ring.attach_slab, place, offset, 6000)
+            self.call(ring.attach_slab, lease, offset, 6000)
 
-    def read(self, place: int, rows: int) -> None:
-        ring, slot = self.ring, place >> 16
-        if self.call(ring.drop, place, rows, batch_ring.CANCELED):
+    def read(self, lease: int, rows: int) -> None:
+        ring, slot = self.ring, lease >> 16
+        if self.call(ring.drop, lease, rows, batch_ring.CANCELED):
             return
         for column in range(ring.outputs):
-            bytes(self.call(ring.output_rows, place, rows, column))
-        offset, size = self.call(ring.answer_slab, place)
+            bytes(self.call(ring.output_rows, lease, rows, column))
+        offset, size = self.call(ring.answer_slab, lease)
         view = self.call(ring.slab, offset, size)
         if view is not None:
             bytes(view)
         failure = self.call(ring.failure, slot)
         assert failure is None or len(failure[1]) <= 384
         assert all(at <= time.monotonic_ns() for at in self.call(ring.times_ns, slot))
-        for verb in (ring.place_status, ring.seal):
-            self.call(verb, place)
+        for verb in (ring.lease_status, ring.seal):
+            self.call(verb, lease)
         self.call(ring.describe, slot)
         self.call(ring.seq, slot)
-        self.call(ring.release, place, rows)
+        self.call(ring.release, lease, rows)
 
     def own(self, slot: int) -> None:
         ring = self.ring
@@ -142,7 +144,7 @@ class Front:
         assert last_ns <= time.monotonic_ns()
         assert len(self.call(ring.runs)) <= ring.max_rows
         assert {len(spread) for spread in self.call(ring.spreads)} == {4096}
-        self.call(ring.return_lease, self.rng.randrange(1 << 20))
+        self.call(ring.free_slab, self.rng.randrange(1 << 20))
 
 
 def front(fd: int, nbytes: int, seconds: float) -> None:

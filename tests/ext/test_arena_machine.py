@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from fastserve._ext import batch_ring
+from fastserve._ext.arena_maintenance import ArenaScanner
 from fastserve._ext.batch_ring import FULL, PART, BatchRing
-from fastserve._ext.upkeep import Looks
 from tests.effort import examples
 from tests.oracles.arena import PlainArena, PlainBatch, PlainPlace
 
@@ -37,7 +37,7 @@ class ArenaMachine(RuleBasedStateMachine):
         batch_ring.format_arena(self.memory, **SHAPE, max_queued=MOST_ROWS)
         self.fronts = [BatchRing(self.memory, front=i) for i in range(2)]
         self.workers = [BatchRing(self.memory, worker=i) for i in range(2)]
-        self.looks = Looks(self.memory)
+        self.scanner = ArenaScanner(self.memory)
         self.plain = PlainArena(SHAPE["slots"], SHAPE["max_rows"], ATTEMPTS)
         self.place_of: dict[PlainPlace, int] = {}
         self.slot_of: dict[PlainBatch, int] = {}
@@ -46,74 +46,74 @@ class ArenaMachine(RuleBasedStateMachine):
 
     # --- what there is to choose from
 
-    def places(self, *states: str) -> list[PlainPlace]:
-        return [p for b in self.plain.batches for p in b.places if p.state in states]
+    def leases(self, *states: str) -> list[PlainPlace]:
+        return [p for b in self.plain.batches for p in b.leases if p.state in states]
 
     def running(self) -> list[PlainBatch]:
         return [b for b in self.plain.batches if b.state == "running"]
 
     def live(self) -> list[PlainPlace]:
-        return [p for b in self.running() for p in b.places if p.state == "committed"]
+        return [p for b in self.running() for p in b.leases if p.state == "committed"]
 
     # --- fronts
 
     @rule(front=WHICH, rows=st.integers(1, 4))
     def reserve(self, front: int, rows: int) -> None:
-        place, plain = self.fronts[front].reserve(rows), self.plain.reserve(front, rows)
-        assert (place == FULL) == (plain is None)
+        lease, plain = self.fronts[front].reserve(rows), self.plain.reserve(front, rows)
+        assert (lease == FULL) == (plain is None)
         if plain is not None:
-            assert place & 0xFFFF == plain.start
-            self.place_of[plain] = place
-            assert self.slot_of.setdefault(plain.batch, place >> 16) == place >> 16
+            assert lease & 0xFFFF == plain.start
+            self.place_of[plain] = lease
+            assert self.slot_of.setdefault(plain.batch, lease >> 16) == lease >> 16
 
-    @precondition(lambda self: self.places("reserved"))
+    @precondition(lambda self: self.leases("reserved"))
     @rule(choice=CHOICE, pages=st.integers(0, 3))
     def commit(self, choice: int, pages: int) -> None:
-        plain = self.places("reserved")[choice % len(self.places("reserved"))]
-        ring, place = self.fronts[plain.front], self.place_of[plain]
+        plain = self.leases("reserved")[choice % len(self.leases("reserved"))]
+        ring, lease = self.fronts[plain.front], self.place_of[plain]
         if pages:
-            offset = ring.lease(pages * PAGE)
+            offset = ring.allocate_slab(pages * PAGE)
             assert offset > 0
             ring.slab(offset, pages * PAGE, True)[:8] = id(plain).to_bytes(8, "little")
-            ring.attach_slab(place, offset, pages * PAGE)
+            ring.attach_slab(lease, offset, pages * PAGE)
             plain.in_pages = pages
-        ring.commit(place, plain.rows)
+        ring.commit(lease, plain.rows)
         self.plain.commit(plain)
 
-    @precondition(lambda self: self.places("reserved"))
+    @precondition(lambda self: self.leases("reserved"))
     @rule(choice=CHOICE)
     def abandon(self, choice: int) -> None:
-        plain = self.places("reserved")[choice % len(self.places("reserved"))]
+        plain = self.leases("reserved")[choice % len(self.leases("reserved"))]
         self.fronts[plain.front].abandon(self.place_of[plain], plain.rows)
         self.plain.abandon(plain)
 
-    @precondition(lambda self: self.places("committed", "answered"))
+    @precondition(lambda self: self.leases("committed", "answered"))
     @rule(choice=CHOICE)
     def drop(self, choice: int) -> None:
-        there = self.places("committed", "answered")
+        there = self.leases("committed", "answered")
         plain = there[choice % len(there)]
         assert self.fronts[plain.front].drop(self.place_of[plain], plain.rows) == self.plain.drop(plain)
 
-    @precondition(lambda self: self.places("answered"))
+    @precondition(lambda self: self.leases("answered"))
     @rule(choice=CHOICE)
     def release(self, choice: int) -> None:
-        plain = self.places("answered")[choice % len(self.places("answered"))]
-        ring, place = self.fronts[plain.front], self.place_of[plain]
-        assert ring.is_done(place >> 16, ring.seq(place >> 16))
+        plain = self.leases("answered")[choice % len(self.leases("answered"))]
+        ring, lease = self.fronts[plain.front], self.place_of[plain]
+        assert ring.is_done(lease >> 16, ring.seq(lease >> 16))
         if not plain.batch.failed:
-            assert ring.answered(place, plain.rows)
-            offset, nbytes = ring.answer_slab(place)
+            assert ring.answered(lease, plain.rows)
+            offset, nbytes = ring.answer_slab(lease)
             assert nbytes == plain.out_pages * PAGE
             if offset:
                 assert bytes(ring.slab(offset, 8)) == id(plain).to_bytes(8, "little")
-        assert (ring.failure(place >> 16) is not None) == plain.batch.failed
-        ring.release(place, plain.rows)
+        assert (ring.failure(lease >> 16) is not None) == plain.batch.failed
+        ring.release(lease, plain.rows)
         self.plain.release(plain)
 
     @rule()
     def give_memory_back(self) -> None:
         """Nobody notices."""
-        self.looks.give_back()
+        self.scanner.trim()
 
     @rule(front=WHICH)
     def drain(self, front: int) -> None:
@@ -129,7 +129,7 @@ class ArenaMachine(RuleBasedStateMachine):
                 sent.remove(part)
             sent.remove(found)
             if offset:
-                ring.return_lease(offset)
+                ring.free_slab(offset)
         sent.clear()
         self.plain.loose = sum(p for held in self.kept for _, p in held)
         self.plain.loose += sum(p for parts in self.sent for *_, p in parts)
@@ -143,8 +143,8 @@ class ArenaMachine(RuleBasedStateMachine):
         if batch is not None:
             assert slot == self.slot_of[batch]
             assert self.workers[worker].batch_rows(slot) == batch.reserved
-            found = [(row, rows, size) for row, rows, _, size in self.workers[worker].places(slot)]
-            waiting = [p for p in batch.places if p.state == "committed"]
+            found = [(row, rows, size) for row, rows, _, size in self.workers[worker].leases(slot)]
+            waiting = [p for p in batch.leases if p.state == "committed"]
             assert found == [(p.start, p.rows, p.in_pages * PAGE) for p in waiting]
 
     @precondition(lambda self: self.live())
@@ -152,10 +152,10 @@ class ArenaMachine(RuleBasedStateMachine):
     def answer(self, choice: int, pages: int) -> None:
         plain = self.live()[choice % len(self.live())]
         ring, slot = self.workers[plain.batch.worker], self.slot_of[plain.batch]
-        offset = ring.lease(pages * PAGE)
+        offset = ring.allocate_slab(pages * PAGE)
         assert offset > 0
         ring.slab(offset, pages * PAGE, True)[:8] = id(plain).to_bytes(8, "little")
-        ring.answer_place(slot, plain.start, 0, offset, pages * PAGE)
+        ring.answer_lease(slot, plain.start, 0, offset, pages * PAGE)
         plain.out_pages = pages
 
     @precondition(lambda self: self.live())
@@ -164,12 +164,12 @@ class ArenaMachine(RuleBasedStateMachine):
         plain = self.live()[choice % len(self.live())]
         ring, slot = self.workers[plain.batch.worker], self.slot_of[plain.batch]
         assert ring.waits(slot, plain.start)
-        offset = ring.lease(pages * PAGE) if pages else 0
+        offset = ring.allocate_slab(pages * PAGE) if pages else 0
         if ring.send_part(slot, plain.start, offset, pages * PAGE, final):
             self.sent[plain.front].append((plain.batch.worker, slot, offset, pages))
             self.plain.loose += pages
         elif offset:
-            ring.return_lease(offset)
+            ring.free_slab(offset)
 
     @precondition(lambda self: [p for p in self.live() if p.in_pages])
     @rule(choice=CHOICE)
@@ -189,7 +189,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def return_kept(self) -> None:
         worker = 0 if self.kept[0] else 1
         offset, pages = self.kept[worker].pop()
-        self.workers[worker].return_lease(offset)
+        self.workers[worker].free_slab(offset)
         self.plain.loose -= pages
 
     @precondition(lambda self: self.running())

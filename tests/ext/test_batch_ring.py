@@ -37,13 +37,13 @@ def states(ring: BatchRing) -> list[str]:
 def test_rows_land_in_one_contiguous_column():
     front, worker = rings()
     for value in (1, 2, 3):
-        place = front.reserve(1)
-        front.input_rows(place, 1, 0)[:] = bytes([value]) * 8
-        front.commit(place, 1)
+        lease = front.reserve(1)
+        front.input_rows(lease, 1, 0)[:] = bytes([value]) * 8
+        front.commit(lease, 1)
     slot = worker.take()
     _, row_bytes = worker.column_span(slot, 0)
     assert (worker.batch_rows(slot), row_bytes) == (3, 8)
-    assert worker.places(slot) == [(0, 1, 0, 0), (1, 1, 0, 0), (2, 1, 0, 0)]
+    assert worker.leases(slot) == [(0, 1, 0, 0), (1, 1, 0, 0), (2, 1, 0, 0)]
     assert bytes(front.input_rows(slot << 16, 3, 0)) == b"\1" * 8 + b"\2" * 8 + b"\3" * 8
 
 
@@ -51,23 +51,23 @@ def test_answers_reach_the_fronts_that_wait_and_release_frees_the_slot():
     memory = make_arena(fronts=2)
     first, second = BatchRing(memory, front=0), BatchRing(memory, front=1)
     worker = BatchRing(memory, worker=0)
-    places = [(ring, ring.reserve(n)) for ring, n in ((first, 1), (second, 2))]
-    for (ring, place), rows in zip(places, (1, 2), strict=True):
-        ring.commit(place, rows)
+    leases = [(ring, ring.reserve(n)) for ring, n in ((first, 1), (second, 2))]
+    for (ring, lease), rows in zip(leases, (1, 2), strict=True):
+        ring.commit(lease, rows)
     slot = worker.take()
     assert worker.publish(slot)
     assert first.drain() == second.drain() == [(slot, first.seq(slot))]
-    first.release(places[0][1], 1)
+    first.release(leases[0][1], 1)
     assert states(first)[slot] == "done"
-    second.release(places[1][1], 2)
+    second.release(leases[1][1], 2)
     assert states(first)[slot] == "free"
     assert first.outstanding() == 0
 
 
 def test_a_full_batch_is_sealed_and_the_next_slot_opens():
     front, _ = rings()
-    places = [front.reserve(3), front.reserve(3)]
-    assert [p >> 16 for p in places] == [0, 1]
+    leases = [front.reserve(3), front.reserve(3)]
+    assert [p >> 16 for p in leases] == [0, 1]
     assert front.reserve(2) == FULL
     assert states(front) == ["sealed", "sealed"]
 
@@ -81,13 +81,13 @@ def test_abandoned_rows_go_back_or_run_as_zeros():
     front.abandon(second, 1)
     assert front.describe(0)[1] == 1
     front.commit(first, 1)
-    again, hole = front.reserve(1), front.reserve(1)
+    again, placeholder = front.reserve(1), front.reserve(1)
     front.input_rows(again, 1, 0)[:] = b"y" * 8
     front.reserve(1)
     front.abandon(again, 1)
     assert bytes(front.input_rows(again, 1, 0)) == bytes(8), "a hole is zeros, not somebody's numbers"
     assert worker.take() == -1, "rows that are still being written hold the batch"
-    front.commit(hole, 1)
+    front.commit(placeholder, 1)
 
 
 def test_a_dropped_place_is_not_answered_and_costs_no_release():
@@ -97,7 +97,7 @@ def test_a_dropped_place_is_not_answered_and_costs_no_release():
     front.commit(dropped, 1)
     assert front.drop(dropped, 1)
     slot = worker.take()
-    assert worker.places(slot) == [(0, 1, 0, 0)]
+    assert worker.leases(slot) == [(0, 1, 0, 0)]
     worker.publish(slot)
     assert not front.drop(kept, 1), "answered already: release it"
     front.release(kept, 1)
@@ -106,11 +106,11 @@ def test_a_dropped_place_is_not_answered_and_costs_no_release():
 
 def test_a_batch_everybody_left_is_freed_without_an_answer():
     front, worker = rings()
-    place = front.reserve(2)
-    front.commit(place, 2)
+    lease = front.reserve(2)
+    front.commit(lease, 2)
     slot = worker.take()
-    assert front.drop(place, 2)
-    assert worker.places(slot) == []
+    assert front.drop(lease, 2)
+    assert worker.leases(slot) == []
     assert not worker.publish(slot)
     assert front.drain() == [(-1, 0)], "nobody is answered, but callers may wait for the room"
     assert front.outstanding() == 0
@@ -141,13 +141,13 @@ def test_rows_that_were_abandoned_do_not_count_as_waiting(kept):
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_caller_that_leaves_makes_room(sealed):
     front, worker = rings(max_queued=4)
-    places = [front.reserve(1) for _ in range(4 if sealed else 3)]
-    for place in places:
-        front.commit(place, 1)
-    for left, place in enumerate(places[:-1], 1):
-        assert front.drop(place, 1)
-        assert front.rows_left() == 4 - len(places) + left
-    assert front.drop(places[-1], 1)
+    leases = [front.reserve(1) for _ in range(4 if sealed else 3)]
+    for lease in leases:
+        front.commit(lease, 1)
+    for left, lease in enumerate(leases[:-1], 1):
+        assert front.drop(lease, 1)
+        assert front.rows_left() == 4 - len(leases) + left
+    assert front.drop(leases[-1], 1)
     assert (states(front)[0], front.rows_left(), worker.take()) == ("free", 4, -1)
 
 
@@ -162,10 +162,10 @@ def test_an_open_batch_of_holes_is_free():
 
 def test_what_nobody_waits_for_is_not_run_after_its_worker_died():
     front, worker = rings()
-    place = front.reserve(4)
-    front.commit(place, 4)
+    lease = front.reserve(4)
+    front.commit(lease, 4)
     slot = worker.take()
-    assert front.drop(place, 4)
+    assert front.drop(lease, 4)
     assert front.worker_died(0, 2, GONE, "gone") == (0, 0)
     assert states(front)[slot] == "free"
 
@@ -181,8 +181,8 @@ def test_a_delayed_batch_waits_for_company_but_not_when_full():
 
 def test_failure_text_is_kept_and_cut():
     front, worker = rings()
-    place = front.reserve(1)
-    front.commit(place, 1)
+    lease = front.reserve(1)
+    front.commit(lease, 1)
     slot = worker.take()
     worker.fail(slot, 3, "ä" * 1000)
     worker.publish(slot)
@@ -195,10 +195,10 @@ def test_bounds_are_checked_at_the_door():
     front, _ = rings()
     with pytest.raises(ValueError, match=r"1\.\.4 rows"):
         front.reserve(5)
-    place = front.reserve(1)
+    lease = front.reserve(1)
     for call in (
-        lambda: front.input_rows(place, 5, 0),
-        lambda: front.input_rows(place, 1, 1),
+        lambda: front.input_rows(lease, 5, 0),
+        lambda: front.input_rows(lease, 1, 1),
         lambda: front.input_rows(9 << 16, 1, 0),
         lambda: front.commit(-1, 1),
         lambda: front.times_ns(7),
@@ -224,10 +224,10 @@ def test_agrees_with_the_oracle(events):
     for event, choice in events:
         if event == "reserve":
             rows = choice % 4 + 1
-            place, number = front.reserve(rows), oracle.reserve(rows)
-            assert (place == FULL) == (number is None)
+            lease, number = front.reserve(rows), oracle.reserve(rows)
+            assert (lease == FULL) == (number is None)
             if number is not None:
-                place_of[number] = place
+                place_of[number] = lease
         elif event == "commit":
             ready = [n for n, s in enumerate(oracle.state) if s == "reserved"]
             if ready:
@@ -238,7 +238,7 @@ def test_agrees_with_the_oracle(events):
             slot, numbers = worker.take(), oracle.take()
             assert (slot < 0) == (numbers is None)
             if numbers is not None:
-                assert [p[:2] for p in worker.places(slot)] == [
+                assert [p[:2] for p in worker.leases(slot)] == [
                     (place_of[n] & 0xFFFF, oracle.rows_of[n]) for n in numbers
                 ]
                 running.append((slot, numbers))
@@ -290,15 +290,15 @@ def test_counters_say_how_long_each_part_took():
 def test_what_forming_took_ends_with_the_sealing(seal):
     front, worker = rings(max_rows=4)
     rows = 4 if seal == "filled" else 3
-    place = front.reserve(1)
-    front.commit(place, 1)
+    lease = front.reserve(1)
+    front.commit(lease, 1)
     began = time.monotonic_ns()
     pause_ns = 20_000_000
     while time.monotonic_ns() < began + pause_ns:
         pass
     front.commit(front.reserve(rows - 1), rows - 1)
     if seal == "by hand":
-        front.seal(place)
+        front.seal(lease)
     elif seal == "too small":
         front.abandon(front.reserve(2), 2)
     sealed = time.monotonic_ns()
@@ -331,10 +331,10 @@ def test_ends_without_an_answer_are_counted_where_they_are_known():
     front, _ = rings()
     front.count(batch_ring.REJECTED)
     front.count(batch_ring.OTHER, 7)
-    place = front.reserve(1)
-    front.commit(place, 1)
-    front.backdate(place, time.monotonic_ns() - 3_000_000_000)
-    assert front.drop(place, 1, batch_ring.CANCELED)
+    lease = front.reserve(1)
+    front.commit(lease, 1)
+    front.backdate(lease, time.monotonic_ns() - 3_000_000_000)
+    assert front.drop(lease, 1, batch_ring.CANCELED)
     rejected, canceled, backend, other = front.counters()[0][5:]
     assert (rejected, backend, other) == ((1, 0), (0, 0), (1, 7))
     assert canceled[0] == 1

@@ -41,8 +41,8 @@ class Story:
         )
         story = self
 
-        class Queue(of.Pendings):  # type: ignore[misc]
-            kick_soon, watch, settle = (story.method(name) for name in ("kick_soon", "watch", "settle"))
+        class Queue(of.TicketTable):  # type: ignore[misc]
+            wake_soon, watch, settle = (story.method(name) for name in ("wake_soon", "watch", "settle"))
             failure = story.method("failure", RefusedError("batch") if shape["failed"] else None)
             own_fault = story.method("own_fault", RefusedError("own") if shape["end"] == 2 else None)
             undelivered, cancel = story.method("undelivered"), story.method("cancel")
@@ -155,7 +155,7 @@ def test_each_step_can_fail_by_itself(kind: dict[str, Any], step: str, fault: st
 def test_a_whole_story() -> None:
     told = Story(fast_path, ORDINARY | {"known": True}, {}).run()
     assert [one[0] if isinstance(one, tuple) else one for one in told] == [
-        "reserve", "fill", "decoded", "seq", "commit", "kick_soon", "taken",
+        "reserve", "fill", "decoded", "seq", "commit", "wake_soon", "taken",
         "failure", "answered", "read", "write", "encoded", "counted", "duration", "release", "left",
     ]  # fmt: skip
     assert told[-1] == ("left", (0, 0, [0, 0]), None)

@@ -66,11 +66,11 @@ def test_a_scrawled_header_is_not_believed_by_who_joins_later(seed):
     except ValueError:
         return
     for _ in range(20):
-        place = ring.reserve(1)
-        if place < 0:
+        lease = ring.reserve(1)
+        if lease < 0:
             break
         for column in range(ring.inputs):
-            view = ring.input_rows(place, 1, column)
+            view = ring.input_rows(lease, 1, column)
             view[:] = bytes(len(view))
-        ring.abandon(place, 1)
+        ring.abandon(lease, 1)
         ring.drain()

@@ -280,9 +280,9 @@ def test_calls_that_are_looked_at() -> None:
 def test_the_end_of_a_reply() -> None:
     path = Path()
     stream = ext.StreamFields(path, 1, None, "open")
-    path._glitch_budget, path._leaving = BURST - 2 * EARNED, 1
+    path._abuse_budget, path._leaving = BURST - 2 * EARNED, 1
     path.sent_end(stream)
-    assert (path.noted, path._glitch_budget, path._served) == (["sent_end", "end?"], BURST - EARNED, 1)
+    assert (path.noted, path._abuse_budget, path._served) == (["sent_end", "end?"], BURST - EARNED, 1)
 
 
 def test_replies_of_many_streams_go_together() -> None:

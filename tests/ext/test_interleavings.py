@@ -85,13 +85,13 @@ class Search:
         held = [(self.rows[n], *actors[f"front{n}"]) for n in alive]
         now = states(self.fronts[0])
         waiting = [
-            rows for rows, stage, place in held if stage in (1, 2) and now[place >> 16] in WAITING_STATES
+            rows for rows, stage, lease in held if stage in (1, 2) and now[lease >> 16] in WAITING_STATES
         ]
         assert MOST_ROWS - self.fronts[0].rows_left() == sum(waiting), self.picture()
 
     def picture(self) -> tuple:
         ring = self.fronts[0]
-        return tuple((*ring.describe(i), tuple(ring.places(i))) for i in range(ring.slots))
+        return tuple((*ring.describe(i), tuple(ring.leases(i))) for i in range(ring.slots))
 
     def advance(self, name: str, actors: dict) -> dict | None:
         if name == "killer":
@@ -104,28 +104,28 @@ class Search:
         new = do(number, *actors[actor])
         return None if new is None else {**actors, actor: new}
 
-    def give_up(self, number: int, stage: int, place: int) -> tuple[int, int] | None:
+    def give_up(self, number: int, stage: int, lease: int) -> tuple[int, int] | None:
         ring, rows = self.fronts[number], self.rows[number]
         if stage == 1:
-            ring.abandon(place, rows)
+            ring.abandon(lease, rows)
             return 3, -1
-        return (3, -1) if stage == 2 and ring.drop(place, rows) else None
+        return (3, -1) if stage == 2 and ring.drop(lease, rows) else None
 
-    def do_front(self, number: int, stage: int, place: int) -> tuple[int, int] | None:
+    def do_front(self, number: int, stage: int, lease: int) -> tuple[int, int] | None:
         ring, rows = self.fronts[number], self.rows[number]
         if stage == 0:
-            place = ring.reserve(rows)
-            return None if place == FULL else (1, place)
+            lease = ring.reserve(rows)
+            return None if lease == FULL else (1, lease)
         if stage == 1:
-            ring.input_rows(place, rows, 0)[:] = bytes([number + 1]) * 8 * rows
-            ring.commit(place, rows)
-            return 2, place
+            ring.input_rows(lease, rows, 0)[:] = bytes([number + 1]) * 8 * rows
+            ring.commit(lease, rows)
+            return 2, lease
         if stage == 2:
-            if ring.describe(place >> 16)[0] != "done":
+            if ring.describe(lease >> 16)[0] != "done":
                 return None
-            got = bytes(ring.output_rows(place, rows, 0))
+            got = bytes(ring.output_rows(lease, rows, 0))
             assert got == bytes([number + 1]) * 8 * rows, "a front got another's rows"
-            ring.release(place, rows)
+            ring.release(lease, rows)
             return 3, -1
         return None
 

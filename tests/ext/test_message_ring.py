@@ -70,9 +70,9 @@ def test_bounds_at_the_door():
 
 
 def test_the_bell_wakes_a_sleeper_once():
-    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    doorbell = os.eventfd(0, os.EFD_NONBLOCK)
     try:
-        ring = MessageRing(make_memory(4), 4, bell)
+        ring = MessageRing(make_memory(4), 4, doorbell)
         assert not ring.wait(0)
         ring.push(kind=1)
         ring.push(kind=2)
@@ -80,7 +80,7 @@ def test_the_bell_wakes_a_sleeper_once():
         assert not ring.wait(0), "one wait clears the bell; the messages say how many there were"
         assert [ring.pop(), ring.pop(), ring.pop()] == [(1, 0, 0, 0), (2, 0, 0, 0), None]
     finally:
-        os.close(bell)
+        os.close(doorbell)
 
 
 ECHO = """

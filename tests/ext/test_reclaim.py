@@ -28,8 +28,8 @@ class Shared:
     def slot_at(self, slot: int) -> int:
         return self.worker.column_span(slot, 0)[0] - COLUMNS_AT
 
-    def set_row(self, place: int, state: int, rows: int, front: int = 1) -> None:
-        at = self.slot_at(place >> 16) + SLOT_BYTES + (place & 0xFFFF) * ROW_BYTES
+    def set_row(self, lease: int, state: int, rows: int, front: int = 1) -> None:
+        at = self.slot_at(lease >> 16) + SLOT_BYTES + (lease & 0xFFFF) * ROW_BYTES
         struct.pack_into("<IHH", self.memory, at, state, front, rows)
 
     def add_to_word(self, slot: int, *, reserved: int = 0, settled: int = 0) -> None:
@@ -54,9 +54,9 @@ class Shared:
 
 
 def commit(ring: BatchRing, rows: int) -> int:
-    place = ring.reserve(rows)
-    ring.commit(place, rows)
-    return place
+    lease = ring.reserve(rows)
+    ring.commit(lease, rows)
+    return lease
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -120,7 +120,7 @@ def test_its_rows_are_dropped_at_every_stage(stage):
         shared.worker.publish(slot)
     assert shared.reclaim() == 0
     if stage == "running":
-        assert shared.worker.places(slot) == [(0, 1, 0, 0)]
+        assert shared.worker.leases(slot) == [(0, 1, 0, 0)]
         shared.worker.publish(slot)
     elif stage != "done":
         shared.run()
@@ -143,10 +143,10 @@ def test_a_claimed_slot_is_freed():
 def test_its_slabs_go_and_those_a_worker_reads_stay_until_then(attached, running):
     shared = Shared(inputs=(), outputs=(), slab_pages=8)
     mine = commit(shared.alive, 1)
-    place, offset = shared.dying.reserve(1), shared.dying.lease(5000)
+    lease, offset = shared.dying.reserve(1), shared.dying.allocate_slab(5000)
     if attached:
-        shared.dying.attach_slab(place, offset, 5000)
-    shared.dying.commit(place, 1)
+        shared.dying.attach_slab(lease, offset, 5000)
+    shared.dying.commit(lease, 1)
     slot = shared.worker.take() if running else -1
     shared.reclaim()
     assert shared.alive.slab_pages_used() == (2 if attached else 0)
@@ -173,7 +173,7 @@ def test_an_answer_given_again_lets_go_of_the_first():
     mine = commit(shared.alive, 1)
     slot = shared.worker.take()
     for size in (5000, 100):
-        shared.worker.answer_place(slot, 0, 0, shared.worker.lease(size), size)
+        shared.worker.answer_lease(slot, 0, 0, shared.worker.allocate_slab(size), size)
     assert shared.alive.slab_pages_used() == 1
     shared.worker.publish(slot)
     shared.alive.release(mine, 1)
@@ -182,7 +182,7 @@ def test_an_answer_given_again_lets_go_of_the_first():
 
 def test_every_page_of_a_lease_that_changed_hands_goes_with_who_has_it():
     shared = Shared(inputs=(), outputs=(), slab_pages=8)
-    shared.alive.give_worker(shared.alive.lease(3 * 4096), 0)
+    shared.alive.give_worker(shared.alive.allocate_slab(3 * 4096), 0)
     shared.alive.worker_died(0, 2, 14, "gone")
     assert shared.alive.slab_pages_used() == 0
 
@@ -190,12 +190,12 @@ def test_every_page_of_a_lease_that_changed_hands_goes_with_who_has_it():
 def test_a_batch_whose_inputs_were_kept_is_not_run_again():
     """The worker died after a model had kept its inputs and before the answers were published."""
     shared = Shared(inputs=(), outputs=(), slab_pages=8)
-    place = shared.alive.reserve(1)
-    shared.alive.attach_slab(place, shared.alive.lease(100), 100)
-    shared.alive.commit(place, 1)
+    lease = shared.alive.reserve(1)
+    shared.alive.attach_slab(lease, shared.alive.allocate_slab(100), 100)
+    shared.alive.commit(lease, 1)
     slot = shared.worker.take()
     assert shared.worker.keep_inputs(slot, 0) > 0
     assert shared.alive.worker_died(0, 2, 14, "gone") == (0, 1)
     assert shared.alive.failure(slot) == (14, "gone")
-    shared.alive.release(place, 1)
+    shared.alive.release(lease, 1)
     assert shared.alive.slab_pages_used() == 0

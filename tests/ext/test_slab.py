@@ -28,7 +28,7 @@ def make_pool(pages: int = PAGES) -> SlabPool:
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("lease"), st.integers(0, 5 * PAGE_BYTES), st.integers(1, 3)),
+    st.tuples(st.just("allocate"), st.integers(0, 5 * PAGE_BYTES), st.integers(1, 3)),
     st.tuples(st.sampled_from(["release", "give 1", "give 2"]), st.integers(0, PAGES), st.integers(1, 3)),
     st.tuples(st.just("reclaim"), st.just(0), st.integers(1, 3)),
     st.tuples(st.just("trim"), st.just(0), st.just(9)),
@@ -40,8 +40,8 @@ def test_agrees_with_the_oracle(events):
     pool, oracle = make_pool(), PlainSlabs(PAGES)
     first_page = slab.pool_bytes(PAGES) - PAGES * PAGE_BYTES
     for verb, number, owner in events:
-        if verb == "lease":
-            got, wanted = pool.lease(number, owner), oracle.lease(number, owner)
+        if verb == "allocate":
+            got, wanted = pool.allocate(number, owner), oracle.allocate(number, owner)
             assert got == (0 if wanted is None else first_page + wanted * PAGE_BYTES)
             if got:
                 assert len(pool.view(got, number)) == number
@@ -60,7 +60,7 @@ def test_agrees_with_the_oracle(events):
 
 def test_leases_do_not_overlap_and_keep_their_bytes():
     pool = make_pool()
-    offsets = [pool.lease(n * PAGE_BYTES, 1) for n in (1, 2, 3)]
+    offsets = [pool.allocate(n * PAGE_BYTES, 1) for n in (1, 2, 3)]
     for i, offset in enumerate(offsets):
         pool.view(offset, (i + 1) * PAGE_BYTES)[:] = bytes([i]) * (i + 1) * PAGE_BYTES
     for i, offset in enumerate(offsets):
@@ -70,30 +70,30 @@ def test_leases_do_not_overlap_and_keep_their_bytes():
 def test_the_lowest_pages_with_room_are_leased():
     """Pages that a load keeps touched are as many as it holds at a time, however long it goes on."""
     pool = make_pool()
-    first = pool.lease(1, 1)
-    held = [pool.lease(1, 1) for _ in range(4)]
+    first = pool.allocate(1, 1)
+    held = [pool.allocate(1, 1) for _ in range(4)]
     for offset in (held[2], held[0]):
         pool.release(offset)
-    assert pool.lease(2 * PAGE_BYTES, 1) == held[3] + PAGE_BYTES, "neither hole has room for two pages"
-    assert [pool.lease(1, 1), pool.lease(1, 1)] == [held[0], held[2]]
+    assert pool.allocate(2 * PAGE_BYTES, 1) == held[3] + PAGE_BYTES, "neither hole has room for two pages"
+    assert [pool.allocate(1, 1), pool.allocate(1, 1)] == [held[0], held[2]]
     for _ in range(100 * PAGES):
-        offset = pool.lease(1, 1)
+        offset = pool.allocate(1, 1)
         assert offset <= first + 7 * PAGE_BYTES
         pool.release(offset)
 
 
 def test_pages_free_at_two_looks_are_given_back_and_no_others():
     pool = make_pool()
-    kept, left, again = (pool.lease(2 * PAGE_BYTES, 1) for _ in range(3))
+    kept, left, again = (pool.allocate(2 * PAGE_BYTES, 1) for _ in range(3))
     for offset in (kept, left, again):
         pool.view(offset, 2 * PAGE_BYTES)[:] = b"x" * 2 * PAGE_BYTES
     pool.release(left)
     pool.release(again)
     assert pool.trim(9) == 0, "free at one look only"
-    assert pool.lease(2 * PAGE_BYTES, 1) == left
+    assert pool.allocate(2 * PAGE_BYTES, 1) == left
     assert pool.trim(9) == 2
     pages = [(kept, b"x"), (left, b"x"), (again, b"\0")]
-    assert pool.lease(2 * PAGE_BYTES, 1) == again
+    assert pool.allocate(2 * PAGE_BYTES, 1) == again
     assert [bytes(pool.view(offset, 2 * PAGE_BYTES)) for offset, _ in pages] == [
         byte * 2 * PAGE_BYTES for _, byte in pages
     ]
@@ -102,19 +102,19 @@ def test_pages_free_at_two_looks_are_given_back_and_no_others():
 def test_a_death_while_giving_back_is_swept():
     memory = mmap.mmap(-1, slab.pool_bytes(PAGES))
     pool = SlabPool.create(memory, PAGES)
-    pool.release(pool.lease(PAGES * PAGE_BYTES, 1))
+    pool.release(pool.allocate(PAGES * PAGE_BYTES, 1))
     pool.trim(9)
     held = 9 << 32 | 0xFFFFFFFF  # pages 1 and 2, on their way out
     struct.pack_into("<2Q", memory, WORDS_AT + 8, held, held)
-    assert pool.lease(PAGES * PAGE_BYTES, 1) == 0
+    assert pool.allocate(PAGES * PAGE_BYTES, 1) == 0
     assert pool.reclaim(9) == 2
-    assert pool.lease(PAGES * PAGE_BYTES, 1)
+    assert pool.allocate(PAGES * PAGE_BYTES, 1)
 
 
 @pytest.mark.parametrize("offset", [0, 1, PAGE_BYTES, 1 << 40, (1 << 64) - PAGE_BYTES])
 def test_what_is_no_lease_is_refused(offset):
     pool = make_pool()
-    pool.lease(3 * PAGE_BYTES, 1)
+    pool.allocate(3 * PAGE_BYTES, 1)
     for call in (
         lambda: pool.release(offset + 1),
         lambda: pool.view(offset + 1, 1),
@@ -126,20 +126,20 @@ def test_what_is_no_lease_is_refused(offset):
 
 def test_a_lease_is_not_larger_than_it_is():
     pool = make_pool()
-    offset = pool.lease(10, 1)
+    offset = pool.allocate(10, 1)
     assert len(pool.view(offset, PAGE_BYTES)) == PAGE_BYTES
     for size in (PAGE_BYTES + 1, 1 << 62):
         with pytest.raises(ValueError, match="leased slab"):
             pool.view(offset, size)
-    assert pool.lease(PAGES * PAGE_BYTES, 1) == 0
-    assert pool.lease(1 << 63, 1) == 0
+    assert pool.allocate(PAGES * PAGE_BYTES, 1) == 0
+    assert pool.allocate(1 << 63, 1) == 0
 
 
 def test_half_made_and_half_released_leases_are_swept():
     memory = mmap.mmap(-1, slab.pool_bytes(PAGES))
     pool = SlabPool.create(memory, PAGES)
     inside = 0xFFFFFFFF
-    pool.release(pool.lease(3 * PAGE_BYTES, 1))
+    pool.release(pool.allocate(3 * PAGE_BYTES, 1))
     struct.pack_into("<3Q", memory, WORDS_AT, 7 << 32 | inside, 7 << 32 | inside, 8 << 32 | 1)
     assert pool.used() == 3
     assert pool.reclaim(7) == 2
@@ -151,7 +151,7 @@ def test_scrawled_words_lead_nobody_outside(words, hint):
     size = slab.pool_bytes(PAGES)
     memory = mmap.mmap(-1, size)
     pool = SlabPool.create(memory, PAGES)
-    first = pool.lease(1, 1)
+    first = pool.allocate(1, 1)
     memory[WORDS_AT - 64 : WORDS_AT - 56] = hint.to_bytes(8, "little")
     memory[WORDS_AT : WORDS_AT + PAGES * 8] = words
     for page in range(PAGES):
@@ -160,7 +160,7 @@ def test_scrawled_words_lead_nobody_outside(words, hint):
             pool.view(offset, 2 * PAGE_BYTES)[:] = bytes(2 * PAGE_BYTES)
         with contextlib.suppress(ValueError):
             pool.release(offset)
-        pool.lease(3 * PAGE_BYTES, 2)
+        pool.allocate(3 * PAGE_BYTES, 2)
     pool.trim(9)
     pool.reclaim(2)
     assert pool.used() <= PAGES
@@ -184,7 +184,7 @@ import mmap, os, sys
 from fastserve._ext.slab import SlabPool
 pool = SlabPool(mmap.mmap(int(sys.argv[1]), int(sys.argv[2])))
 for turn in range(3000):
-    held = [pool.lease(n * 4000, 9) for n in (1, 3, 2)]
+    held = [pool.allocate(n * 4000, 9) for n in (1, 3, 2)]
     for offset in filter(None, held):
         pool.view(offset, 4)[:] = b"kid!"
     for offset in filter(None, held):
@@ -202,7 +202,7 @@ def test_two_processes_share_pages_and_the_dead_ones_are_swept():
     pool = SlabPool.create(mmap.mmap(fd, size), PAGES)
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(fd), str(size)], pass_fds=[fd])
     while child.poll() is None:
-        offset = pool.lease(5000, 1)
+        offset = pool.allocate(5000, 1)
         if offset:
             pool.view(offset, 5000)[:] = b"p" * 5000
             pool.trim(2)
@@ -229,7 +229,7 @@ def test_threads_share_pages():
 
     def turn(owner: int) -> None:
         for n in range(2000):
-            offset = pool.lease(n % 9000, owner)
+            offset = pool.allocate(n % 9000, owner)
             if offset:
                 pool.view(offset, n % 9000)[:] = bytes([owner]) * (n % 9000)
                 assert bytes(pool.view(offset, n % 9000)) == bytes([owner]) * (n % 9000)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext import slab_tensors
-from fastserve._ext.slab_tensors import MAX_RANK, SlabDesk
+from fastserve._ext.slab_tensors import MAX_RANK, SlabCodec
 from fastserve.tensor import DTYPE_BY_CODE, DTYPES
 from fastserve.workers.arena import Arena, Geometry
-from fastserve.workers.arrays import open_desk
+from fastserve.workers.arrays import open_slab_codec
 from tests.oracles import slab_tensors as plain
 
 INT32 = DTYPES["int32"].code
@@ -157,7 +157,7 @@ def arena():
 
 
 def test_the_desks_of_two_processes(arena):
-    front, worker = SlabDesk(arena.memory, front=0), open_desk(arena, arena.ring(worker=0))
+    front, worker = SlabCodec(arena.memory, front=0), open_slab_codec(arena, arena.ring(worker=0))
     numbers = np.arange(16, dtype=np.int32).reshape(1, 16)
     offset, nbytes = front.put(
         [(0, INT32, (1, 16), numbers.tobytes()), (1, DTYPES["bytes"].code, (1,), b"xy")], b"n"
@@ -168,14 +168,14 @@ def test_the_desks_of_two_processes(arena):
     assert not array.flags.writeable
     assert plainly(front.read(offset, nbytes)[0])[0] == (0, INT32, (1, 16), numbers.tobytes())
     ring = arena.ring(front=0)
-    ring.return_lease(offset)
+    ring.free_slab(offset)
     with pytest.raises(ValueError, match="not the bytes of a leased slab"):
         front.read(offset, nbytes)
     assert ring.slab_pages_used() == 0
 
 
 def test_no_room(arena):
-    desk = SlabDesk(arena.memory, front=0)
+    desk = SlabCodec(arena.memory, front=0)
     offset, nbytes = desk.put([(0, DTYPES["uint8"].code, (1 << 20,), bytes(1 << 20))])
     assert (offset, nbytes > 1 << 20) == (0, True)
     assert arena.ring(front=0).slab_pages_used() == 0
@@ -188,16 +188,16 @@ def test_memory_without_slabs():
         )
     )
     with pytest.raises(ValueError, match="no arena with slabs"):
-        SlabDesk(bare.memory, front=0)
+        SlabCodec(bare.memory, front=0)
     with pytest.raises(ValueError, match="no arena with slabs"):
-        SlabDesk(bytes(64), front=0)
+        SlabCodec(bytes(64), front=0)
     bare.close()
 
 
 @given(tensors=st.lists(entries(), max_size=4), note=NOTES, at=st.integers(0, 400), byte=st.integers(0, 255))
 def test_a_desk_lays_out_and_looks_as_the_others_write_and_read(tensors, note, at, byte):
     arena = Arena.create(Geometry(1, 1, (), (), 16, 0, 1, 1, False))
-    ring, desk = arena.ring(front=0), SlabDesk(arena.memory, front=0)
+    ring, desk = arena.ring(front=0), SlabCodec(arena.memory, front=0)
     described = [(number, code, shape, len(data)) for number, code, shape, data in tensors]
     head, starts, size = slab_tensors.lay_out(described, bool(note))
     spans = [(start, len(data)) for start, (*_, data) in zip(starts, tensors, strict=True)]
@@ -220,13 +220,13 @@ def test_a_desk_lays_out_and_looks_as_the_others_write_and_read(tensors, note, a
             assert not note_read
             assert list(found[0]) == [entry[:3] for entry in entries_read]
             assert [bytes(m) for m in found[1]] == [bytes(entry[3]) for entry in entries_read]
-    ring.return_lease(offset)
+    ring.free_slab(offset)
     slab = memory = entries_read = found = room = ring = desk = None
     arena.close()
 
 
 def test_a_desk_lays_nothing_out_that_does_not_fit(arena):
-    desk, ring = SlabDesk(arena.memory, front=0), arena.ring(front=0)
+    desk, ring = SlabCodec(arena.memory, front=0), arena.ring(front=0)
     used = ring.slab_pages_used()
     for head, spans in ((b"", [(0, 65)]), (b"", [(65, 0)]), (bytes(65), [])):
         with pytest.raises(ValueError, match="does not lie in its slab"):

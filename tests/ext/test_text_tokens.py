@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext import text_tokens as ext
-from fastserve._ext.text_tokens import Frames, Hole, Token
+from fastserve._ext.text_tokens import EventTemplate, Placeholder, Token
 from tests.oracles import text_tokens as oracle
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
@@ -27,7 +27,7 @@ TOKENS = st.builds(
     finish=st.sampled_from([0, 2]),
     logprob=st.none() | st.floats(),
 )
-FORM = st.lists(st.sampled_from(list(Hole)) | st.binary(max_size=5), max_size=12)
+FORM = st.lists(st.sampled_from(list(Placeholder)) | st.binary(max_size=5), max_size=12)
 PIECES = st.binary(max_size=5) | st.text(max_size=2).map(str.encode)
 PIECES |= st.sampled_from([b"\xe2", b"\x98", b"\x83", b"\xf0\x9f", b"\xed\xa0\x80", b"\xc3", b"\xff"])
 
@@ -112,11 +112,13 @@ def test_any_detokenizer_will_do() -> None:
 
 
 @given(form=FORM, tokens=st.lists(TOKENS, max_size=4), strip=st.booleans())
-def test_events_are_those_of_the_form(form: list[bytes | Hole], tokens: list[Token], strip: bool) -> None:
+def test_events_are_those_of_the_form(
+    form: list[bytes | Placeholder], tokens: list[Token], strip: bool
+) -> None:
     expected = b"".join(oracle.write_event(form, token, strip=strip) for token in tokens)
-    found = Frames(form, strip=strip).write(tokens)
+    found = EventTemplate(form, strip=strip).write(tokens)
     numbers = [token.logprob for token in tokens if token.logprob is not None]
-    if Hole.LOGPROB not in form or not numbers:
+    if Placeholder.LOGPROB not in form or not numbers:
         assert one_hex_case(found) == one_hex_case(expected)
     else:  # 1e+20 or 1e20: the same number
         assert len(found) <= len(expected) + 8 * len(form) * len(tokens)
@@ -124,45 +126,47 @@ def test_events_are_those_of_the_form(form: list[bytes | Hole], tokens: list[Tok
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_logprobs_read_back_the_same(value: float) -> None:
-    found = Frames((Hole.LOGPROB,)).write([Token(1, "", 0, 0, logprob=value)])
+    found = EventTemplate((Placeholder.LOGPROB,)).write([Token(1, "", 0, 0, logprob=value)])
     assert json.loads(found) == value
     assert type(json.loads(found)) is float
 
 
 @given(text=TEXT)
 def test_texts_read_back_the_same(text: str) -> None:
-    assert json.loads(Frames((Hole.TEXT,)).write([Token(1, text, 0, 0)])) == text
+    assert json.loads(EventTemplate((Placeholder.TEXT,)).write([Token(1, text, 0, 0)])) == text
 
 
 def test_what_is_left_out() -> None:
     tokens = [Token(1, "a", 0, 0), Token(2, "", 1, 0), Token(3, "b\x01\t", 2, 0, finish=2)]
-    form = (Hole.ID, b":", Hole.TEXT, b" ")
-    assert Frames(form).write(tokens) == b'1:"a" 2:"" 3:"b\\u0001\\t" '
-    assert Frames(form, bare=True).write(tokens) == b'1:"a" 2:"" '
-    assert Frames(form, skip_empty=True, strip=True).write(tokens) == b'1:"a" 3:"b\\t" '
-    assert Frames(form).write([]) == b""
-    assert Frames(()).write(tokens) == b""
+    form = (Placeholder.ID, b":", Placeholder.TEXT, b" ")
+    assert EventTemplate(form).write(tokens) == b'1:"a" 2:"" 3:"b\\u0001\\t" '
+    assert EventTemplate(form, bare=True).write(tokens) == b'1:"a" 2:"" '
+    assert EventTemplate(form, skip_empty=True, strip=True).write(tokens) == b'1:"a" 3:"b\\t" '
+    assert EventTemplate(form).write([]) == b""
+    assert EventTemplate(()).write(tokens) == b""
 
 
 def test_what_is_no_form_or_no_text() -> None:
     with pytest.raises(ValueError, match="7"):
-        Frames((7,))  # type: ignore[arg-type]
+        EventTemplate((7,))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         Token(1, None, 0, 0)  # type: ignore[arg-type]
     with pytest.raises(UnicodeEncodeError):
-        Frames((Hole.TEXT,)).write([Token(1, "\ud800", 0, 0)])
+        EventTemplate((Placeholder.TEXT,)).write([Token(1, "\ud800", 0, 0)])
     with pytest.raises(TypeError):
-        Frames((Hole.TEXT,)).write([1])  # type: ignore[list-item]
+        EventTemplate((Placeholder.TEXT,)).write([1])  # type: ignore[list-item]
 
 
 def test_a_large_text_is_written_beside_the_scratch() -> None:
     text = '"' * (3 << 20)
-    assert Frames((Hole.TEXT,)).write([Token(1, text, 0, 0)]) == b'"' + b'\\"' * (3 << 20) + b'"'
+    assert (
+        EventTemplate((Placeholder.TEXT,)).write([Token(1, text, 0, 0)]) == b'"' + b'\\"' * (3 << 20) + b'"'
+    )
 
 
 def test_nothing_is_leaked() -> None:
     text, value = "some text" * 2, -0.25
-    frames = Frames((Hole.TEXT, Hole.LOGPROB))
+    frames = EventTemplate((Placeholder.TEXT, Placeholder.LOGPROB))
     before = sys.getrefcount(text), sys.getrefcount(value)
     for _ in range(100):
         frames.write([Token(1, text, 0, 0, logprob=value)])
@@ -227,7 +231,7 @@ def play(of: Any, sequences: list[dict[str, bool]], steps: list[Any]) -> Any:
             0,
             ids,
             texts,
-            Frames((Hole.ID, Hole.TEXT, b" "), skip_empty=True),
+            EventTemplate((Placeholder.ID, Placeholder.TEXT, b" "), skip_empty=True),
             reply,
             lambda error: failed.append(type(error).__name__),
         )
@@ -240,5 +244,5 @@ def play(of: Any, sequences: list[dict[str, bool]], steps: list[Any]) -> Any:
         told = [(runs[slot], records) for slot, records in step if slot < len(runs)]
         left = of.pass_on(told, reader, gaps, now_ns)
         lefts.append([(run.slot, records) for run, records in left])
-    states = [(ids, texts, sent, flow.open, flow.heard_ns, run.held) for ids, texts, sent, flow, run in kept]
+    states = [(ids, texts, sent, flow.open, flow.taken_ns, run.held) for ids, texts, sent, flow, run in kept]
     return lefts, reader.told, gaps, failed, states

@@ -40,25 +40,27 @@ class Line:
         self.sender = self.new_sender()
 
     def front(self, number: int) -> BatchRing:
-        return BatchRing(self.memory, front=number, worker_bells=[self.bell])
+        return BatchRing(self.memory, front=number, worker_doorbells=[self.bell])
 
     def reader(self, number: int) -> TokenReader:
-        return TokenReader(self.memory, front=number, worker_bells=[self.bell], window=self.window)
+        return TokenReader(self.memory, front=number, worker_doorbells=[self.bell], window=self.window)
 
     def new_sender(self) -> TokenSender:
-        return TokenSender(self.memory, worker=0, own_bell=self.bell, window=self.window, statuses=[0] * 6)
+        return TokenSender(
+            self.memory, worker=0, own_doorbell=self.bell, window=self.window, statuses=[0] * 6
+        )
 
     def ask(self, run: object, ids=(1, 2), note: bytes = b"note", front: int = 0) -> int:
         """A prompt committed; its place."""
         ring = self.fronts[front]
-        place = ring.reserve(1)
-        assert place >= 0
+        lease = ring.reserve(1)
+        assert lease >= 0
         nbytes = prompt_bytes(ids, note)
-        offset = ring.lease(nbytes)
+        offset = ring.allocate_slab(nbytes)
         write_prompt(ring.slab(offset, nbytes, writable=True), ids, note)
-        self.readers[front].listen(place >> 16, ring.attach_slab(place, offset, nbytes), run)
-        ring.commit(place, 1)
-        return place
+        self.readers[front].listen(lease >> 16, ring.attach_slab(lease, offset, nbytes), run)
+        ring.commit(lease, 1)
+        return lease
 
     def admit(self, deadline_ns: int = 0) -> int:
         """The next prompt taken; its rid."""
@@ -131,7 +133,7 @@ def test_the_reasons_are_those_of_the_codec():
 def test_a_steps_tokens_are_one_message_for_each_front():
     line = Line(fronts=2)
     rids = [line.begin(name, front=front) for name, front in (("a", 0), ("b", 1), ("c", 0))]
-    line.worker.places(0)
+    line.worker.leases(0)
     for n, rid in enumerate(rids):
         line.sender.token(rid, 100 + n, 0, 7, b"extra" * n)
     assert line.sender.publish() == []
@@ -261,11 +263,11 @@ def test_no_memory_for_tokens_is_waited_for(line):
     line.sender.token(rid, 1)
     ring = line.fronts[0]
     taken = []
-    while offset := ring.lease(4096):
+    while offset := ring.allocate_slab(4096):
         taken.append(offset)
     line.publish()
     assert line.sender.unsent
-    ring.return_lease(taken.pop())
+    ring.free_slab(taken.pop())
     line.publish()
     assert not line.sender.unsent
     assert line.hear() == [("a", [(1, 0, 0, b"")])]
@@ -358,7 +360,7 @@ class Lines(RuleBasedStateMachine):
         self.names = itertools.count()
         self.running: dict[int, int] = {}  # name -> rid
         self.unread: dict[int, int] = {}  # name -> heard and not taken
-        self.places: dict[int, int] = {}
+        self.leases: dict[int, int] = {}
 
     def teardown(self) -> None:
         for name in list(self.running):
@@ -368,11 +370,11 @@ class Lines(RuleBasedStateMachine):
         assert self.line.left() == (0, 0)
         self.line.close()
 
-    @precondition(lambda self: len(self.places) < 3)
+    @precondition(lambda self: len(self.leases) < 3)
     @rule()
     def ask(self) -> None:
         name = next(self.names)
-        self.places[name] = self.line.ask(name)
+        self.leases[name] = self.line.ask(name)
         self.running[name] = self.line.admit()
         self.unread[name] = 0
 
@@ -393,7 +395,7 @@ class Lines(RuleBasedStateMachine):
 
     @rule()
     def publish(self) -> None:
-        over = {self.places[name] >> 16 for name in self.oracle.publish()}
+        over = {self.leases[name] >> 16 for name in self.oracle.publish()}
         assert set(self.line.publish()) == over
 
     @rule()
@@ -403,7 +405,7 @@ class Lines(RuleBasedStateMachine):
         for name, records in wanted.items():
             self.unread[name] += len(records)
             if records[-1][1]:
-                del self.places[name]
+                del self.leases[name]
 
     @precondition(lambda self: any(self.unread[name] for name in self.running))
     @rule(data=st.data())
@@ -412,7 +414,7 @@ class Lines(RuleBasedStateMachine):
         count = data.draw(st.integers(1, self.unread[name]))
         self.unread[name] -= count
         self.oracle.taken[name] += count
-        self.line.readers[0].taken(self.places[name] >> 16, count)
+        self.line.readers[0].taken(self.leases[name] >> 16, count)
 
     @invariant()
     def agrees(self) -> None:

@@ -50,12 +50,12 @@ class Torn:
         self.memory = mmap.mmap(-1, batch_ring.measure(**shape))
         batch_ring.format_arena(self.memory, **shape)
         self.front = BatchRing(self.memory, front=0)
-        self.place = self.front.reserve(1)
+        self.lease = self.front.reserve(1)
         nbytes = prompt_bytes((1, 2), b"")
-        offset = self.front.lease(nbytes)
+        offset = self.front.allocate_slab(nbytes)
         write_prompt(self.front.slab(offset, nbytes, writable=True), (1, 2), b"")
-        self.tag = self.front.attach_slab(self.place, offset, nbytes)
-        self.front.commit(self.place, 1)
+        self.tag = self.front.attach_slab(self.lease, offset, nbytes)
+        self.front.commit(self.lease, 1)
 
     def at(self, header: int) -> int:
         return struct.unpack_from("<Q", self.memory, header)[0]
@@ -82,7 +82,7 @@ class Torn:
             reader, writer = os.pipe()
             if where == "bell":
                 os.close(reader)  # ringing it is fatal, then
-            worker = BatchRing(self.memory, worker=0, front_bells=[writer])
+            worker = BatchRing(self.memory, worker=0, front_doorbells=[writer])
             verb(worker, worker.take())
 
         return died(work)
@@ -94,11 +94,11 @@ class Torn:
     def bury(self) -> None:
         """The owner hears of it, and the caller."""
         assert self.front.worker_died(0, 1, 14, "died") == (0, 1)
-        self.front.release(self.place, 1)
+        self.front.release(self.lease, 1)
 
 
 def answer(ring: BatchRing, slot: int) -> int:
-    offset = ring.lease(3 * PAGE)
+    offset = ring.allocate_slab(3 * PAGE)
     assert offset
     return offset
 
@@ -112,11 +112,11 @@ def send_part(torn: Torn, where: str) -> Callable[[BatchRing, int], object]:
     return verb
 
 
-def answer_place(torn: Torn, where: str) -> Callable[[BatchRing, int], object]:
+def answer_lease(torn: Torn, where: str) -> Callable[[BatchRing, int], object]:
     def verb(ring: BatchRing, slot: int) -> None:
         offset = answer(ring, slot)
         torn.read_only(where)
-        ring.answer_place(slot, 0, 0, offset, 3 * PAGE)
+        ring.answer_lease(slot, 0, 0, offset, 3 * PAGE)
 
     return verb
 
@@ -132,7 +132,7 @@ def keep_inputs(torn: Torn, where: str) -> Callable[[BatchRing, int], object]:
 def send_records(torn: Torn, where: str) -> Callable[[BatchRing, int], object]:
     def verb(ring: BatchRing, slot: int) -> None:
         bell = os.pipe()[1]
-        sender = TokenSender(torn.memory, worker=0, front_bells=[bell])
+        sender = TokenSender(torn.memory, worker=0, front_doorbells=[bell])
         sender.token(sender.admit(slot), 7)
         torn.read_only(where)
         sender.publish()
@@ -143,7 +143,7 @@ def send_records(torn: Torn, where: str) -> Callable[[BatchRing, int], object]:
 VERBS = {
     send_part: ("ring", "bell", "pages"),
     send_records: ("ring", "pages", "slot"),
-    answer_place: ("slot", "pages"),
+    answer_lease: ("slot", "pages"),
     keep_inputs: ("slot", "pages"),
 }
 CASES = [pytest.param(verb, where, id=f"{verb.__name__}-{where}") for verb in VERBS for where in VERBS[verb]]
@@ -167,13 +167,13 @@ def test_nor_does_its_successor_lose_what_it_has_leased_meanwhile(verb, where):
     assert torn.die(verb(torn, where), where)
     torn.bury()
     successor = BatchRing(torn.memory, worker=0)
-    mine = [successor.lease(3 * PAGE), successor.lease(PAGE)]
+    mine = [successor.allocate_slab(3 * PAGE), successor.allocate_slab(PAGE)]
     found = torn.front.drain()
     assert not [said for kind, said in found if kind in (PART, RECORDS)]
     assert reader.read([]) == []
     assert torn.left() == (0, 4), "the successor's"
     for offset in mine:
-        successor.return_lease(offset)
+        successor.free_slab(offset)
     assert torn.left() == (0, 0)
 
 
@@ -192,33 +192,33 @@ def test_parts_of_an_answer_that_is_done_outlive_their_worker():
     ((kind, part),) = [said for said in torn.front.drain() if said[0] == PART]
     assert kind == PART
     assert bytes(torn.front.slab(part[3], part[4])[:4]) == b"part"
-    torn.front.return_lease(part[3])
-    torn.front.release(torn.place, 1)
+    torn.front.free_slab(part[3])
+    torn.front.release(torn.lease, 1)
     assert torn.left() == (0, 0)
 
 
 @pytest.mark.parametrize("where", ["slot", "pages"])
-@pytest.mark.parametrize("verb", ["release", "return_lease", "abandon"])
+@pytest.mark.parametrize("verb", ["release", "free_slab", "abandon"])
 def test_a_front_that_dies_as_it_lets_go_leaves_nothing(verb, where):
     """Of what was answered, of what it has leased, of what it cannot submit."""
     torn = Torn(fronts=2)
     dying, worker = BatchRing(torn.memory, front=1), BatchRing(torn.memory, worker=0)
-    torn.front.drop(torn.place, 1)
-    place = dying.reserve(1)
-    lease = dying.lease(2 * PAGE)
+    torn.front.drop(torn.lease, 1)
+    lease = dying.reserve(1)
+    slab = dying.allocate_slab(2 * PAGE)
 
     def work() -> None:
         torn.read_only(where)
-        dying.return_lease(lease) if verb == "return_lease" else getattr(dying, verb)(place, 1)
+        dying.free_slab(slab) if verb == "free_slab" else getattr(dying, verb)(lease, 1)
 
-    if verb != "return_lease":
-        dying.attach_slab(place, lease, 2 * PAGE)
+    if verb != "free_slab":
+        dying.attach_slab(lease, slab, 2 * PAGE)
     if verb == "release":
-        dying.commit(place, 1)
+        dying.commit(lease, 1)
         slot = worker.take()
-        worker.answer_place(slot, 0, 0, answer(worker, slot), 3 * PAGE)
+        worker.answer_lease(slot, 0, 0, answer(worker, slot), 3 * PAGE)
         worker.publish(slot)
-    assert died(work) or (verb, where) == ("return_lease", "slot")
+    assert died(work) or (verb, where) == ("free_slab", "slot")
     for _ in range(2):
         torn.front.reclaim_front(1)
         lost = torn.front.lost()

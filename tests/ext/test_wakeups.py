@@ -28,7 +28,9 @@ class Sleeper:
     def __init__(self, arena: Arena, worker: int) -> None:
         self.slot = FULL
         self._control, self._speak = os.pipe()
-        self._ring = arena.ring(worker=worker, own_bell=arena.worker_bells[worker], control=self._control)
+        self._ring = arena.ring(
+            worker=worker, own_doorbell=arena.worker_doorbells[worker], control=self._control
+        )
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
         self.sleeps()
@@ -71,10 +73,10 @@ class Arena:
         delay = shape.pop("max_delay_ns", 0)
         self.memory = mmap.mmap(-1, batch_ring.measure(**shape))
         batch_ring.format_arena(self.memory, max_delay_ns=delay, **shape)
-        self.worker_bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(shape.get("workers", 1))]
+        self.worker_doorbells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(shape.get("workers", 1))]
 
     def ring(self, **who: int) -> BatchRing:
-        return BatchRing(self.memory, worker_bells=self.worker_bells, **who)
+        return BatchRing(self.memory, worker_doorbells=self.worker_doorbells, **who)
 
 
 @contextmanager
@@ -82,36 +84,36 @@ def asleep(**layout: int) -> Iterator[tuple[Arena, BatchRing, list[Sleeper]]]:
     """A front, and as many workers as there are, all asleep."""
     arena = Arena(**layout)
     with ExitStack() as closing:
-        for bell in arena.worker_bells:
+        for bell in arena.worker_doorbells:
             closing.callback(os.close, bell)
         sleepers = []
-        for worker in range(len(arena.worker_bells)):
+        for worker in range(len(arena.worker_doorbells)):
             sleepers.append(Sleeper(arena, worker))
             closing.callback(sleepers[-1].close)
         yield arena, arena.ring(front=0), sleepers
 
 
 def commit(ring: BatchRing, rows: int = 1) -> int:
-    place = ring.reserve(rows)
-    ring.commit(place, rows)
-    return place
+    lease = ring.reserve(rows)
+    ring.commit(lease, rows)
+    return lease
 
 
 @pytest.mark.parametrize("delay_ns", [NEVER_NS, 0])
 def test_a_batch_sealed_by_hand(delay_ns: int) -> None:
     with asleep(max_delay_ns=delay_ns) as (_, front, (worker,)):
-        place = commit(front)
+        lease = commit(front)
         if delay_ns:
-            front.kick()
+            front.wake_workers()
             worker.sleeps()  # now only until the batch is due
-        front.seal(place)
-        assert worker.took() == place >> 16
+        front.seal(lease)
+        assert worker.took() == lease >> 16
 
 
 def test_a_batch_sealed_because_the_next_request_does_not_fit() -> None:
     with asleep(max_delay_ns=NEVER_NS) as (_, front, (worker,)):
         commit(front, 3)
-        front.kick()
+        front.wake_workers()
         worker.sleeps()
         front.reserve(2)
         assert worker.took() == 0
@@ -120,7 +122,7 @@ def test_a_batch_sealed_because_the_next_request_does_not_fit() -> None:
 def test_a_batch_sealed_where_no_slot_is_left() -> None:
     with asleep(max_delay_ns=NEVER_NS, slots=1) as (_, front, (worker,)):
         commit(front, 3)
-        front.kick()
+        front.wake_workers()
         worker.sleeps()
         assert front.reserve(2) == FULL
         assert worker.took() == 0
@@ -130,22 +132,22 @@ def test_a_batch_whose_last_unwritten_rows_are_given_back() -> None:
     with asleep() as (_, front, (worker,)):
         commit(front)
         unwritten = front.reserve(1)
-        front.kick()
+        front.wake_workers()
         worker.sleeps()  # what is being written may keep the batch open
         front.abandon(unwritten, 1)
-        front.kick()
+        front.wake_workers()
         assert worker.took() == 0
 
 
 def test_a_batch_whose_unwritten_rows_are_given_back_after_it_was_sealed() -> None:
     with asleep(max_delay_ns=NEVER_NS) as (_, front, (worker,)):
-        unwritten, place = front.reserve(1), commit(front)
-        front.kick()
+        unwritten, lease = front.reserve(1), commit(front)
+        front.wake_workers()
         worker.sleeps()
-        front.seal(place)
+        front.seal(lease)
         worker.sleeps()
         front.abandon(unwritten, 1)
-        front.kick()
+        front.wake_workers()
         assert worker.took() == 0
 
 
@@ -153,19 +155,19 @@ def test_a_full_batch_and_rows_of_the_next_wake_two() -> None:
     with asleep(workers=2) as (_, front, workers):
         commit(front, 4)
         commit(front)
-        front.kick()
+        front.wake_workers()
         assert sorted(worker.took() for worker in workers) == [0, 1]
 
 
 def test_who_was_woken_in_vain_is_told_of_the_next_batch() -> None:
     with asleep(workers=2, max_delay_ns=NEVER_NS) as (_, front, workers):
         commit(front)
-        front.kick()
+        front.wake_workers()
         for worker in workers:
             worker.sleeps()
         commit(front, 3)
         commit(front, 4)
-        front.kick()
+        front.wake_workers()
         assert sorted(worker.took() for worker in workers) == [0, 1]
 
 
@@ -174,7 +176,7 @@ def test_a_worker_that_dies_as_it_is_woken(delay_ns: int) -> None:
     """Another takes what it was woken for."""
     arena = Arena(workers=2, max_delay_ns=delay_ns)
     with ExitStack() as closing:
-        for bell in arena.worker_bells:
+        for bell in arena.worker_doorbells:
             closing.callback(os.close, bell)
         silent, spoken = os.pipe()
         closing.callback(os.close, silent)
@@ -185,11 +187,11 @@ def test_a_worker_that_dies_as_it_is_woken(delay_ns: int) -> None:
         closing.callback(living.close)
         front = arena.ring(front=0)
         # Its flag says asleep, and its doorbell is heard by nobody.
-        os.dup2(silent, arena.worker_bells[0])
-        place = commit(front)
+        os.dup2(silent, arena.worker_doorbells[0])
+        lease = commit(front)
         if delay_ns:
-            front.seal(place)
-        front.kick()
+            front.seal(lease)
+        front.wake_workers()
         front.worker_died(0, 2, 14, "died")
         assert living.took() == 0
 
@@ -197,11 +199,11 @@ def test_a_worker_that_dies_as_it_is_woken(delay_ns: int) -> None:
 def test_a_front_that_dies_before_it_wakes_anybody() -> None:
     with asleep(fronts=2, max_delay_ns=NEVER_NS) as (arena, owner, (worker,)):
         first = arena.ring(front=1)
-        place = commit(owner)
+        lease = commit(owner)
         first.reserve(1)
-        owner.kick()
+        owner.wake_workers()
         worker.sleeps()
-        owner.seal(place)
+        owner.seal(lease)
         worker.sleeps()
         owner.reclaim_front(1)
         assert worker.took() == 0

@@ -30,7 +30,7 @@ PERIOD_S = 0.001
 _DOUBLE = struct.Struct("d")
 
 
-class Meter:
+class Instrument:
     """The file's other end: what a test reads."""
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class Probed(Running):
     def __init__(self, repository: Path, log: Path, *options: str, **places: str) -> None:
         super().__init__(repository, log, *options, **places)
         probe = log.with_name("probe")
-        self.meter = Meter(probe)
+        self.meter = Instrument(probe)
         at = self._command.index("fastserve.cli")
         self._command = ["env", f"{PROBE_FILE}={probe}", *self._command]
         self._command[at + 2] = "tests.faults.probed"
@@ -76,7 +76,7 @@ class Probed(Running):
 class Probe:
     """The timer."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Instrument) -> None:
         self._meter, self._loop = meter, asyncio.get_running_loop()
         self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._before = self._now()
@@ -102,7 +102,7 @@ def main() -> None:
 
     from fastserve.cli import main as serve
 
-    meter, run = Meter(Path(os.environ[PROBE_FILE])), uvloop.run
+    meter, run = Instrument(Path(os.environ[PROBE_FILE])), uvloop.run
 
     def run_probed(work: Coroutine[Any, Any, Any], **options: Any) -> Any:
         async def probed() -> Any:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastserve.metrics import Metric, Registry, names, registry
 from tests.effort import examples
-from tests.oracles.meter import PlainRegistry
+from tests.oracles.shared_metrics import PlainRegistry
 
 
 def scrape(found: Registry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -120,7 +120,7 @@ def test_series_are_bounded_against_random_names(monkeypatch: pytest.MonkeyPatch
     assert sum(key[0] == "fastserve_rejects_total" for key in seen) == 50
     assert seen["fastserve_metrics_series_overflow_total", ()] == 99_950
     assert seen["other_total", ()] == 1
-    assert len(family._meters) == 50
+    assert len(family._instruments) == 50
     found.close()
 
 

@@ -26,7 +26,7 @@ class PlainPlace:
 class PlainBatch:
     """`state`: open, sealed, running, done or free. A sealed batch without unsettled rows is ready."""
 
-    places: list[PlainPlace] = field(default_factory=list)
+    leases: list[PlainPlace] = field(default_factory=list)
     state: str = "open"
     reserved: int = 0
     settled: int = 0
@@ -54,38 +54,38 @@ class PlainArena:
                 return None
             batch = PlainBatch()
             self.batches.append(batch)
-        place = PlainPlace(batch, front, batch.reserved, rows)
-        batch.places.append(place)
+        lease = PlainPlace(batch, front, batch.reserved, rows)
+        batch.leases.append(lease)
         batch.reserved += rows
         if batch.reserved == self.max_rows:
             batch.state = "sealed"
-        return place
+        return lease
 
-    def commit(self, place: PlainPlace) -> None:
-        place.state = "committed"
-        place.batch.settled += place.rows
+    def commit(self, lease: PlainPlace) -> None:
+        lease.state = "committed"
+        lease.batch.settled += lease.rows
 
-    def abandon(self, place: PlainPlace) -> None:
-        batch = place.batch
-        if batch.state == "open" and batch.reserved == place.start + place.rows:
-            batch.places.remove(place)
-            batch.reserved -= place.rows
+    def abandon(self, lease: PlainPlace) -> None:
+        batch = lease.batch
+        if batch.state == "open" and batch.reserved == lease.start + lease.rows:
+            batch.leases.remove(lease)
+            batch.reserved -= lease.rows
         else:
-            batch.settled += place.rows
-        place.state = "gone"
+            batch.settled += lease.rows
+        lease.state = "gone"
         self._leave(batch)
 
-    def drop(self, place: PlainPlace) -> bool:
-        if place.state != "committed":
+    def drop(self, lease: PlainPlace) -> bool:
+        if lease.state != "committed":
             return False
-        place.state = "gone"
-        self._leave(place.batch)
+        lease.state = "gone"
+        self._leave(lease.batch)
         return True
 
-    def release(self, place: PlainPlace) -> None:
-        if place.state == "answered":
-            place.state, place.in_pages, place.out_pages = "gone", 0, 0
-            self._free(place.batch)
+    def release(self, lease: PlainPlace) -> None:
+        if lease.state == "answered":
+            lease.state, lease.in_pages, lease.out_pages = "gone", 0, 0
+            self._free(lease.batch)
 
     # --- workers
 
@@ -98,11 +98,11 @@ class PlainArena:
         return None
 
     def publish(self, batch: PlainBatch) -> bool:
-        for place in batch.places:
-            if place.state == "committed":
-                place.state = "answered"
-            elif place.state == "gone":
-                place.in_pages = place.out_pages = 0
+        for lease in batch.leases:
+            if lease.state == "committed":
+                lease.state = "answered"
+            elif lease.state == "gone":
+                lease.in_pages = lease.out_pages = 0
         batch.state = "done"
         self._free(batch)
         return batch.state == "done"
@@ -123,14 +123,14 @@ class PlainArena:
 
     def reclaim_front(self, front: int) -> None:
         for batch in list(self.batches):
-            for place in [p for p in batch.places if p.front == front]:
-                if place.state == "reserved":
-                    batch.settled += place.rows
-                    place.state = "gone"
-                elif place.state == "committed":
-                    place.state = "gone"
+            for lease in [p for p in batch.leases if p.front == front]:
+                if lease.state == "reserved":
+                    batch.settled += lease.rows
+                    lease.state = "gone"
+                elif lease.state == "committed":
+                    lease.state = "gone"
                 else:
-                    self.release(place)
+                    self.release(lease)
             self._leave(batch)
 
     # --- looking at it
@@ -153,22 +153,22 @@ class PlainArena:
 
     @property
     def pages(self) -> int:
-        held = sum(p.in_pages + p.out_pages for b in self.batches for p in b.places)
+        held = sum(p.in_pages + p.out_pages for b in self.batches for p in b.leases)
         return held + self.loose
 
     def _waiting(self) -> list[PlainPlace]:
         """Places that are written, or wait for a worker, and that somebody wants."""
         waiting = [b for b in self.batches if b.state in ("open", "sealed")]
-        return [p for b in waiting for p in b.places if p.state != "gone"]
+        return [p for b in waiting for p in b.leases if p.state != "gone"]
 
     def _leave(self, batch: PlainBatch) -> None:
         """A batch that nobody is in any more is no batch."""
         settled = 0 < batch.reserved == batch.settled
-        if settled and batch.state in ("open", "sealed") and all(p.state == "gone" for p in batch.places):
+        if settled and batch.state in ("open", "sealed") and all(p.state == "gone" for p in batch.leases):
             batch.state = "free"
             self.batches.remove(batch)
 
     def _free(self, batch: PlainBatch) -> None:
-        if batch.state == "done" and all(place.state == "gone" for place in batch.places):
+        if batch.state == "done" and all(lease.state == "gone" for lease in batch.leases):
             batch.state = "free"
             self.batches.remove(batch)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 class Batch:
     """One opening of a slot."""
 
-    places: list[int] = field(default_factory=list)
+    leases: list[int] = field(default_factory=list)
     rows: int = 0
     sealed: bool = False
 
@@ -38,23 +38,23 @@ class PlainRing:
                 return None
             batch = Batch()
             self.batches.append(batch)
-        place = len(self.rows_of)
+        lease = len(self.rows_of)
         self.rows_of.append(rows)
         self.state.append("reserved")
-        batch.places.append(place)
+        batch.leases.append(lease)
         batch.rows += rows
         batch.sealed = batch.rows == self.max_rows
-        return place
+        return lease
 
     def take(self) -> list[int] | None:
         """The places of the oldest batch that is settled; None when there is none."""
         for batch in self.batches:
-            states = {self.state[p] for p in batch.places}
-            if batch.places and states == {"committed"}:
+            states = {self.state[p] for p in batch.leases}
+            if batch.leases and states == {"committed"}:
                 batch.sealed = True
-                for place in batch.places:
-                    self.state[place] = "running"
-                return list(batch.places)
+                for lease in batch.leases:
+                    self.state[lease] = "running"
+                return list(batch.leases)
         return None
 
     def pending(self) -> int:
@@ -67,14 +67,14 @@ class PlainRing:
         by_rows: dict[int, int] = {}
         well = rows = badly = 0
         for batch in self.batches:
-            if batch.places and all(self.state[p] in ("answered", "released") for p in batch.places):
+            if batch.leases and all(self.state[p] in ("answered", "released") for p in batch.leases):
                 by_rows[batch.rows] = by_rows.get(batch.rows, 0) + 1
-                if batch.places[0] in failed:
-                    badly += len(batch.places)
+                if batch.leases[0] in failed:
+                    badly += len(batch.leases)
                 else:
-                    well += len(batch.places)
+                    well += len(batch.leases)
                     rows += batch.rows
         return by_rows, well, rows, badly
 
     def _in_use(self) -> list[Batch]:
-        return [b for b in self.batches if any(self.state[p] != "released" for p in b.places)]
+        return [b for b in self.batches if any(self.state[p] != "released" for p in b.leases)]

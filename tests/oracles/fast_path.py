@@ -8,9 +8,9 @@ from typing import Any
 DEADLINE_TICK_NS = 25_000_000
 
 
-class Pending:
-    def __init__(self, queue: Any, place: int, rows: int, done: Any, deadline_ns: int, context: Any) -> None:
-        self.queue, self.place, self.rows, self.done = queue, place, rows, done
+class Ticket:
+    def __init__(self, queue: Any, lease: int, rows: int, done: Any, deadline_ns: int, context: Any) -> None:
+        self.queue, self.lease, self.rows, self.done = queue, lease, rows, done
         self.deadline_ns, self.context = deadline_ns, context
         self.submitted_ns = 0
 
@@ -18,39 +18,39 @@ class Pending:
         self.queue.cancel(self)
 
 
-class Pendings:
+class TicketTable:
     def __init__(self, ring: Any, slots: int) -> None:
-        self.ring, self.room, self.kicking = ring, None, None
-        self.by_slot: list[list[Pending]] = [[] for _ in range(slots)]
+        self.ring, self.room, self.wake_handle = ring, None, None
+        self.by_slot: list[list[Ticket]] = [[] for _ in range(slots)]
         self.seqs, self.idle = [0] * slots, []
         self.submitted = self.waiting = self.unreleased = 0
         self.alarm_ns = self.due_ns = 0
 
     def submit(
         self,
-        place: int,
+        lease: int,
         rows: int,
         done: Any,
         deadline_ns: int = 0,
         context: Any = None,
-    ) -> Pending:
-        pending = Pending(self, place, rows, done, deadline_ns, context)
-        if not self.by_slot[place >> 16]:
-            self.seqs[place >> 16] = self.ring.seq(place >> 16)
-        self.ring.commit(place, rows)
-        self.by_slot[place >> 16].append(pending)
+    ) -> Ticket:
+        ticket = Ticket(self, lease, rows, done, deadline_ns, context)
+        if not self.by_slot[lease >> 16]:
+            self.seqs[lease >> 16] = self.ring.seq(lease >> 16)
+        self.ring.commit(lease, rows)
+        self.by_slot[lease >> 16].append(ticket)
         self.waiting += 1
         self.submitted += 1
-        if self.kicking is None:
-            self.kick_soon()
+        if self.wake_handle is None:
+            self.wake_soon()
         if deadline_ns:
             self.due_ns = min(deadline_ns, self.due_ns or deadline_ns)
             if not self.alarm_ns or deadline_ns + DEADLINE_TICK_NS < self.alarm_ns:
                 self.watch()
-        return pending
+        return ticket
 
-    def release(self, pending: Pending) -> None:
-        self.ring.release(pending.place, pending.rows)
+    def release(self, ticket: Ticket) -> None:
+        self.ring.release(ticket.lease, ticket.rows)
         self.unreleased -= 1
         if self.idle or self.room.anyone:
             self.settle()
@@ -59,22 +59,22 @@ class Pendings:
         callers, self.by_slot[slot] = self.by_slot[slot], []
         error = self.failure(slot)
         self.unreleased += len(callers)
-        for pending in callers:
-            done, pending.done = pending.done, None
+        for ticket in callers:
+            done, ticket.done = ticket.done, None
             fault = error
-            if fault is None and (end := self.ring.answered(pending.place, pending.rows)) != 1:
-                fault = self.own_fault(pending.place, end)
+            if fault is None and (end := self.ring.answered(ticket.lease, ticket.rows)) != 1:
+                fault = self.own_fault(ticket.lease, end)
             if fault is not None or done is None:
-                self.release(pending)
+                self.release(ticket)
             if done is not None:
-                self.tell(done, pending, fault)
+                self.deliver(done, ticket, fault)
         if self.idle or self.room.anyone:
             self.settle()
 
-    def tell(self, done: Any, pending: Pending, error: Any) -> None:
+    def deliver(self, done: Any, ticket: Ticket, error: Any) -> None:
         self.waiting -= 1
         try:
-            done(pending, error)
+            done(ticket, error)
         except Exception:
             self.undelivered()
 
@@ -84,12 +84,12 @@ class Lifecycle:
         self,
         queue: Any,
         refusals: Any,
-        meters: Any,
+        metrics: Any,
         answered: Any,
         replies: bool = False,
     ) -> None:
         self.queue, self.refusals, self.replies = queue, refusals, replies
-        self.counted, self.duration, self.decoded, self.encoded = meters
+        self.counted, self.duration, self.decoded, self.encoded = metrics
         self.answered = answered
 
     def start(
@@ -141,27 +141,27 @@ class Lifecycle:
             if reserved[2][0]:
                 layout.settle(reserved)
             context = exchange, prepared, request_id, held
-            pending = self.queue.submit(reserved[0], rows, self, deadline_ns, context)
+            ticket = self.queue.submit(reserved[0], rows, self, deadline_ns, context)
         except BaseException:
             layout.abandon(reserved, rows)
             if held is not None:
                 held.close()
             raise
-        pending.submitted_ns = now_ns
-        exchange.on_gone = pending if held is None else lambda: (pending(), held.close())
+        ticket.submitted_ns = now_ns
+        exchange.on_gone = ticket if held is None else lambda: (ticket(), held.close())
 
-    def __call__(self, pending: Pending, error: Any) -> None:
-        exchange, prepared, request_id, held = pending.context
+    def __call__(self, ticket: Ticket, error: Any) -> None:
+        exchange, prepared, request_id, held = ticket.context
         exchange.on_gone = None
         later = None
         try:
             if error is None:
                 try:
                     try:
-                        later = self.write(exchange, prepared, pending, request_id, held)
+                        later = self.write(exchange, prepared, ticket, request_id, held)
                     finally:
                         if later is None:
-                            self.queue.release(pending)
+                            self.queue.release(ticket)
                 except self.refusals as fault:
                     error = fault
             if error is not None:
@@ -172,19 +172,19 @@ class Lifecycle:
             if held is not None and later is None:
                 held.close()
         if later is not None:
-            self.answer_later(pending, later)
+            self.answer_later(ticket, later)
 
-    def write(self, exchange: Any, prepared: Any, pending: Pending, request_id: Any, held: Any) -> Any:
+    def write(self, exchange: Any, prepared: Any, ticket: Ticket, request_id: Any, held: Any) -> Any:
         began_ns = monotonic_ns()
         if self.replies:
-            later = self.reply(exchange, prepared, pending, request_id, held)
+            later = self.reply(exchange, prepared, ticket, request_id, held)
         else:
-            found = prepared.layout_out.read(pending.place, pending.rows)
+            found = prepared.layout_out.read(ticket.lease, ticket.rows)
             writer = None
             if found is not None:
                 writer = prepared.writers.get(found[0]) or prepared.add_writer(found[0])
             if writer is None:
-                later = self.respond(exchange, prepared, pending, request_id, held)
+                later = self.respond(exchange, prepared, ticket, request_id, held)
             else:
                 later = prepared.write(exchange, writer, found[1], request_id, held)
         if later is not None:
@@ -194,5 +194,5 @@ class Lifecycle:
         self.counted()
         self.duration(now_ns - exchange.received_ns)
         if self.answered is not None:
-            self.answered(prepared, now_ns - exchange.received_ns, began_ns - pending.submitted_ns)
+            self.answered(prepared, now_ns - exchange.received_ns, began_ns - ticket.submitted_ns)
         return None

@@ -15,7 +15,7 @@ class PlainSlabs:
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)  # first page -> (pages, owner)
     warm: dict[int, bool] = field(default_factory=dict)
 
-    def lease(self, nbytes: int, owner: int) -> int | None:
+    def allocate(self, nbytes: int, owner: int) -> int | None:
         count = max(1, -(-nbytes // self.page_bytes))
         taken = {page for first, (n, _) in self.leases.items() for page in range(first, first + n)}
         for first in range(self.pages):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
-from fastserve._ext.text_tokens import Hole, Token
+from fastserve._ext.text_tokens import Placeholder, Token
 
 
 class ByteText:
@@ -64,13 +64,13 @@ class Flow:
         self._lists = detokenizer, specials, none
         self._kept = ids, texts
         self._frames, self._reply, self._failed = frames, reply, failed
-        self.open, self.heard_ns = False, 0
+        self.open, self.taken_ns = False, 0
 
     def take(self, records: list[tuple[int, int, int, bytes]], now_ns: int) -> bool:
         plain = all(token >= 0 and not finish and not extra for token, finish, _, extra in records)
         if not (self.open and plain and self._reply.ready):
             return False
-        self.heard_ns = now_ns
+        self.taken_ns = now_ns
         tokens: list[Token] = []
         try:
             take_plain(records, *self._lists, tokens, *self._kept)
@@ -95,22 +95,22 @@ def pass_on(told: list[Any], reader: Any, gaps: list[int], now_ns: int) -> list[
     return left
 
 
-def write_event(form: Sequence[bytes | Hole], token: Token, *, strip: bool = False) -> bytes:
+def write_event(form: Sequence[bytes | Placeholder], token: Token, *, strip: bool = False) -> bytes:
     """One token's event."""
     return b"".join(part if isinstance(part, bytes) else _fill(part, token, strip) for part in form)
 
 
-def _fill(hole: Hole, token: Token, strip: bool) -> bytes:
+def _fill(placeholder: Placeholder, token: Token, strip: bool) -> bytes:
     ms = f"{max(token.us, 0) // 1000}.{max(token.us, 0) % 1000:03d}"
     text = "".join(c for c in token.text if not strip or c >= " " or c in "\t\n\r")
     number = "null" if token.logprob is None or not isfinite(token.logprob) else repr(token.logprob)
     found = {
-        Hole.ID: str(token.id),
-        Hole.NUMBER: str(token.index + 1),
-        Hole.TEXT: json.dumps(text, ensure_ascii=False),
-        Hole.PREFILL: ms if token.first else "null",
-        Hole.DECODE: "null" if token.first else ms,
-        Hole.LOGPROB: number,
-        Hole.SPECIAL: "true" if token.special else "false",
+        Placeholder.ID: str(token.id),
+        Placeholder.NUMBER: str(token.index + 1),
+        Placeholder.TEXT: json.dumps(text, ensure_ascii=False),
+        Placeholder.PREFILL: ms if token.first else "null",
+        Placeholder.DECODE: "null" if token.first else ms,
+        Placeholder.LOGPROB: number,
+        Placeholder.SPECIAL: "true" if token.special else "false",
     }
-    return found[hole].encode()
+    return found[placeholder].encode()

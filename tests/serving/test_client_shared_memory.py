@@ -192,7 +192,7 @@ def test_no_descriptor_is_left(regions: Regions, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_that_cannot_take_what_is_written(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with holes, where memory is short."""
+    """One with placeholders, where memory is short."""
     regions.register("r", "/two_pages", 0, PAGE)
 
     def pwrite(fd: int, data: object, at: int) -> int:

@@ -286,8 +286,8 @@ def test_a_lie_about_one_fault_costs_its_batch_no_answers() -> None:
             slot = await it.take(0)
             it.compute(0, slot)
             worker = it.workers[0]
-            offset = worker.lease(4)
-            worker.answer_place(slot, 0, Kind.INVALID_ARGUMENT.value, offset, 1 << 30)
+            offset = worker.allocate_slab(4)
+            worker.answer_lease(slot, 0, Kind.INVALID_ARGUMENT.value, offset, 1 << 30)
             worker.publish(slot)
             told = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
             assert isinstance(told[0], ServeError)

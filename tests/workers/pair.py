@@ -65,49 +65,49 @@ class Pair:
         """Commit one request; its place and rows."""
         arrays = {name: np.asarray(value) for name, value in inputs.items()}
         rows = len(next(iter(arrays.values()))) if self.config["max_batch_size"] else 1
-        place = self.front.reserve(rows)
+        lease = self.front.reserve(rows)
         if self.arena.geometry.dense:
             for column, name in enumerate(self.backend.inputs):
-                self.front.input_rows(place, rows, column)[:] = arrays[name].tobytes()
+                self.front.input_rows(lease, rows, column)[:] = arrays[name].tobytes()
         else:
             tensors = [
                 (i, as_tensor(arrays[name], spec.dtype))
                 for i, (name, spec) in enumerate(self.backend.inputs.items())
             ]
-            offset = self.front.lease(measure_tensors(tensors))
+            offset = self.front.allocate_slab(measure_tensors(tensors))
             write_tensors(self.front.slab(offset, measure_tensors(tensors), True), tensors)
-            self.front.attach_slab(place, offset, measure_tensors(tensors))
-        self.front.commit(place, rows)
-        return place, rows
+            self.front.attach_slab(lease, offset, measure_tensors(tensors))
+        self.front.commit(lease, rows)
+        return lease, rows
 
     def step(self, *leaving: tuple[int, int]) -> None:
         """The worker runs one batch; whoever is leaving goes when it has been taken."""
         slot = self.worker.take()
         assert slot >= 0
-        assert all(self.front.drop(*place) for place in leaving)
+        assert all(self.front.drop(*lease) for lease in leaving)
         answer(self.worker, self.runner, slot)
 
-    def get(self, place: int, rows: int) -> Any:
+    def get(self, lease: int, rows: int) -> Any:
         """The outputs of a place as arrays, or (kind, text) of its failure; the place is released."""
-        failure = self.front.failure(place >> 16)
+        failure = self.front.failure(lease >> 16)
         try:
             if failure is not None:
                 return failure
             if self.arena.geometry.dense:
                 return {
                     name: np.frombuffer(
-                        bytes(self.front.output_rows(place, rows, i)), spec.dtype.name
+                        bytes(self.front.output_rows(lease, rows, i)), spec.dtype.name
                     ).reshape(rows, *(spec.shape or ()))
                     for i, (name, spec) in enumerate(self.backend.outputs.items())
                 }
-            tensors = read_tensors(self.front.slab(*self.front.answer_slab(place)))
-            status = self.front.place_status(place)
+            tensors = read_tensors(self.front.slab(*self.front.answer_slab(lease)))
+            status = self.front.lease_status(lease)
             if status:
                 return status, bytes(tensors[0][1].data).decode()
             names = list(self.backend.outputs)
             return {names[i]: np.array(view_tensor(tensor)) for i, tensor in tensors}
         finally:
-            self.front.release(place, rows)
+            self.front.release(lease, rows)
 
 
 @contextlib.contextmanager

@@ -69,24 +69,24 @@ def test_others_join_with_what_they_are_sent(slabs):
         assert message["worker"] == 1
         assert joined.geometry == arena.geometry
         front, worker = arena.ring(front=0), joined.ring(worker=1)
-        place = front.reserve(1)
+        lease = front.reserve(1)
         if slabs:
-            offset = front.lease(5)
+            offset = front.allocate_slab(5)
             front.slab(offset, 5, True)[:] = b"hello"
-            front.attach_slab(place, offset, 5)
+            front.attach_slab(lease, offset, 5)
         else:
-            front.input_rows(place, 1, 0)[:] = b"x" * 12
-        front.commit(place, 1)
+            front.input_rows(lease, 1, 0)[:] = b"x" * 12
+        front.commit(lease, 1)
         slot = worker.take()
         if slabs:
-            (_, _, offset, size) = worker.places(slot)[0]
+            (_, _, offset, size) = worker.leases(slot)[0]
             assert bytes(worker.slab(offset, size)) == b"hello"
         else:
             at, size = worker.column_span(slot, 0)
             assert joined.memory[at : at + size] == b"x" * 12
         worker.publish(slot)
-        assert os.eventfd_read(arena.front_bells[0]) == 1, "the doorbell is the same"
-        front.release(place, 1)
+        assert os.eventfd_read(arena.front_doorbells[0]) == 1, "the doorbell is the same"
+        front.release(lease, 1)
         assert front.slab_pages_used() == 0
     finally:
         joined.close()
@@ -96,7 +96,7 @@ def test_others_join_with_what_they_are_sent(slabs):
 def test_nothing_of_it_has_a_name_or_survives_an_exec():
     arena = Arena.create(plan())
     try:
-        for fd in (arena.memory_fd, *arena.worker_bells, *arena.front_bells):
+        for fd in (arena.memory_fd, *arena.worker_doorbells, *arena.front_doorbells):
             assert not os.get_inheritable(fd)
         assert os.readlink(f"/proc/self/fd/{arena.memory_fd}").startswith("/memfd:")
     finally:

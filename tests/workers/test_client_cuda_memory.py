@@ -73,11 +73,11 @@ def put(it: DevicePair, handle: bytes, rows: int, out: int = OUT) -> tuple[int, 
     """A request whose rows and answer are in that memory."""
     ranges = [(0, handle, 0, 0, rows * ROW, "r")], [(0, handle, 0, out, rows * ROW, "r")]
     note = write_lent(LentNote(*ranges))
-    place, offset = it.front.reserve(rows), it.front.lease(len(note))
+    lease, offset = it.front.reserve(rows), it.front.allocate_slab(len(note))
     it.front.slab(offset, len(note), True)[:] = note
-    it.front.attach_slab(place, offset, len(note))
-    it.front.commit(place, rows)
-    return place, rows
+    it.front.attach_slab(lease, offset, len(note))
+    it.front.commit(lease, rows)
+    return lease, rows
 
 
 def twice(inputs: Any) -> Any:
@@ -95,7 +95,7 @@ def test_a_handle_is_closed_when_what_is_in_flight_has_landed(memory: Memory) ->
     floats[:4] = 1, 2, 3, 4
     found: list[Any] = []
     with device_pair(DeviceFunction(X, Y, twice), choose=prefer(COPY_IN, COMPUTE, COPY_OUT)) as it:
-        place = put(it, handle, 2)
+        lease = put(it, handle, 2)
         it.take()
         memory.on_close = lambda: found.append((it.runner.in_flight, floats[16:20].tolist()))
         assert not found
@@ -103,7 +103,7 @@ def test_a_handle_is_closed_when_what_is_in_flight_has_landed(memory: Memory) ->
         assert found == [(0, [2, 4, 6, 8])]
         assert memory.open == []
         memory.on_close = lambda: None
-        it.get(*place)
+        it.get(*lease)
 
 
 @pytest.mark.parametrize("shy", [False, True])
@@ -114,15 +114,15 @@ def test_a_range_beyond_its_allocation_is_refused_by_the_worker(memory: Memory, 
     floats[:2] = 5, 6
     with device_pair(DeviceFunction(X, Y, twice)) as it:
         for out, status in ((128 - ROW + 4, Kind.INVALID_ARGUMENT.value), (OUT, 0)):
-            place = put(it, handle, 1, out)
+            lease = put(it, handle, 1, out)
             it.take()
             it.finish()
-            assert it.front.place_status(place[0]) & 0xFF == status
+            assert it.front.lease_status(lease[0]) & 0xFF == status
             if status:
-                text = bytes(it.front.slab(*it.front.answer_slab(place[0]))).decode("latin-1")
+                text = bytes(it.front.slab(*it.front.answer_slab(lease[0]))).decode("latin-1")
                 assert "shared memory region 'r' cannot be used: 132 bytes of it are named, " in text
                 assert floats[2:].tolist() == [0] * 30
-            it.get(*place)
+            it.get(*lease)
         assert floats[16:18].tolist() == [10, 12]
         it.runner.close()
     assert memory.open == []
@@ -132,12 +132,12 @@ def test_memory_of_another_device_is_refused_by_the_worker(memory: Memory) -> No
     handle, _ = memory.allocate(1)
     memory.device = 1
     with device_pair(DeviceFunction(X, Y, twice)) as it:
-        place = put(it, handle, 1)
+        lease = put(it, handle, 1)
         it.take()
         it.finish()
-        assert it.front.place_status(place[0]) & 0xFF == Kind.INVALID_ARGUMENT.value
+        assert it.front.lease_status(lease[0]) & 0xFF == Kind.INVALID_ARGUMENT.value
         assert memory.open == []
-        it.get(*place)
+        it.get(*lease)
 
 
 def test_a_runner_that_ends_with_a_batch_in_flight(memory: Memory) -> None:
@@ -145,7 +145,7 @@ def test_a_runner_that_ends_with_a_batch_in_flight(memory: Memory) -> None:
     handle, floats = memory.allocate(1)
     floats[:2] = 5, 6
     with device_pair(DeviceFunction(X, Y, twice)) as it:
-        place = put(it, handle, 1)
+        lease = put(it, handle, 1)
         it.take()
         found: list[Any] = []
         memory.on_close = lambda: found.append(floats[16:18].tolist())
@@ -154,7 +154,7 @@ def test_a_runner_that_ends_with_a_batch_in_flight(memory: Memory) -> None:
         assert not any(it.device._steps.values())
         assert memory.open == []
         it.finish()
-        it.get(*place)
+        it.get(*lease)
 
 
 @pytest.mark.lingers  # what is logged keeps the traceback, and that the arena
@@ -171,12 +171,12 @@ def test_nothing_is_written_for_a_request_that_failed(memory: Memory, seed: int)
             floats[:4] = value
             floats[16:] = -1
         while True:  # until the batch is in the slot that the first one was in
-            places = [put(it, handle, 2) for handle, _ in memories]
+            leases = [put(it, handle, 2) for handle, _ in memories]
             slot = it.take()
             it.finish()
-            statuses = [it.front.place_status(place) for place, _ in places]
+            statuses = [it.front.lease_status(lease) for lease, _ in leases]
             assert statuses == [Kind.INTERNAL.value, 0]
-            assert [len(it.get(*place)) for place in places] == [1, 1]
+            assert [len(it.get(*lease)) for lease in leases] == [1, 1]
             assert memories[1][1][16:20].tolist() == [6] * 4
             assert memories[0][1][16:].tolist() == [-1] * 16
             if slot == secret[0] >> 16:

@@ -23,10 +23,10 @@ def rows(*values: float) -> np.ndarray:
 def test_requests_run_as_one_contiguous_array_and_get_their_own_rows():
     backend = Function(X, Y, twice)
     with pair(backend) as it:
-        places = [it.put(x=rows(1)), it.put(x=rows(2, 3)), it.put(x=rows(4))]
+        leases = [it.put(x=rows(1)), it.put(x=rows(2, 3)), it.put(x=rows(4))]
         it.step()
         np.testing.assert_array_equal(backend.seen[0]["x"], rows(1, 2, 3, 4))
-        got = [it.get(*place)["y"] for place in places]
+        got = [it.get(*lease)["y"] for lease in leases]
         for y, wanted in zip(got, (rows(2), rows(4, 6), rows(8)), strict=True):
             np.testing.assert_array_equal(y, wanted)
 
@@ -35,12 +35,12 @@ def test_requests_run_as_one_contiguous_array_and_get_their_own_rows():
 def test_allowed_batch_sizes_are_filled_with_the_last_row(given, filled):
     backend = Function(X, Y, twice)
     with pair(backend, allowed_batch_sizes=[2, 4]) as it:
-        place = it.put(x=rows(*range(1, given + 1)))
+        lease = it.put(x=rows(*range(1, given + 1)))
         it.step()
         seen = backend.seen[0]["x"]
         assert len(seen) == filled
         np.testing.assert_array_equal(seen[given:], np.repeat(rows(given), filled - given, axis=0))
-        np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(*range(1, given + 1)))
+        np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(*range(1, given + 1)))
 
 
 @pytest.mark.lingers  # the logged traceback keeps the arrays, and with them the arena
@@ -50,9 +50,9 @@ def test_inputs_are_read_only_so_that_a_retry_sees_what_was_sent():
         return twice(inputs)
 
     with pair(Function(X, Y, spoil)) as it:
-        place = it.put(x=rows(1))
+        lease = it.put(x=rows(1))
         it.step()
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
         assert kind == Kind.INTERNAL.value
         assert "read-only" in text
 
@@ -60,9 +60,9 @@ def test_inputs_are_read_only_so_that_a_retry_sees_what_was_sent():
 @pytest.mark.parametrize("shape", [(1, 2), (3,), (2, 3), (4, 2)])
 def test_outputs_of_another_shape_are_the_models_fault(shape):
     with pair(Function(X, Y, lambda inputs: {"y": np.zeros(shape, np.float32)})) as it:
-        place = it.put(x=rows(1, 2))
+        lease = it.put(x=rows(1, 2))
         it.step()
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
         assert kind == Kind.INTERNAL.value
         assert "declared [2, 2]" in text
 
@@ -84,11 +84,11 @@ def test_dtypes_and_several_columns():
             "c": np.array([[1j], [2]], np.complex64),
             "d": np.array([[[True, False]] * 2] * 2),
         }
-        place = it.put(**sent)
+        lease = it.put(**sent)
         it.step()
         for name, wanted in sent.items():
             np.testing.assert_array_equal(it.backend.seen[0][name], wanted)
-        got = it.get(*place)
+        got = it.get(*lease)
         assert got["a"].tolist() == [-10, 14]
         np.testing.assert_array_equal(got["d"], ~sent["d"])
 

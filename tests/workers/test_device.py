@@ -63,15 +63,15 @@ def test_answers_whatever_the_order(seed, free, pins):
                         it.take()
                     it.land()
                 it.finish()
-                for place, wanted in sent:
-                    np.testing.assert_array_equal(it.get(*place)["y"], 2 * wanted)
+                for lease, wanted in sent:
+                    np.testing.assert_array_equal(it.get(*lease)["y"], 2 * wanted)
                 sent.clear()
         while it.worker.pending():
             it.take()
             it.finish()
         it.finish()
-        for place, wanted in sent:
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * wanted)
+        for lease, wanted in sent:
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * wanted)
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(1, 4), min_size=1, max_size=5))
@@ -81,63 +81,63 @@ def test_any_order_of_streams(order, sizes):
     with device_pair(backend(), choose=lambda ready: ready[next(choices, 0) % len(ready)]) as it:
         for number, size in enumerate(sizes):
             array = rows(*(number + i for i in range(size)))
-            place = it.put(x=array)
+            lease = it.put(x=array)
             it.take()
             it.land(3)
             it.finish()
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * array)
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * array)
 
 
 def test_copy_in_of_the_next_batches_goes_on_beside_a_run():
     """Three in flight: all are copied in before the first is computed, when the device likes it so."""
     with device_pair(backend(), choose=prefer(COPY_IN, COPY_OUT, COMPUTE)) as it:
-        places = [it.put(x=rows(*range(4))) for _ in range(3)]
-        for _ in places:
+        leases = [it.put(x=rows(*range(4))) for _ in range(3)]
+        for _ in leases:
             it.take()
         assert it.runner.in_flight == 3
         assert not it.runner.room
         it.finish()
         stages = [stage for stage, _ in it.device.trace]
         assert stages[:3] == ["copy-in"] * 3
-        for place in places:
-            it.get(*place)
+        for lease in leases:
+            it.get(*lease)
 
 
 def test_the_oldest_is_copied_out_while_the_next_is_computed():
     with device_pair(backend(), choose=prefer(COPY_IN, COMPUTE, COPY_OUT)) as it:
-        places = [it.put(x=rows(*range(4))) for _ in range(3)]
-        for _ in places:
+        leases = [it.put(x=rows(*range(4))) for _ in range(3)]
+        for _ in leases:
             it.take()
         it.finish()
         stages = [stage for stage, _ in it.device.trace]
         assert stages.index("copy-out") > stages.index("compute") + 2  # all runs before the first copy out
-        for place in places:
-            it.get(*place)
+        for lease in leases:
+            it.get(*lease)
 
 
 def test_a_batch_is_published_when_its_rows_are_there_and_not_before():
     with device_pair(backend(), choose=prefer(COPY_IN, COMPUTE, COPY_OUT)) as it:
-        place = it.put(x=rows(1, 2, 3, 4))
+        lease = it.put(x=rows(1, 2, 3, 4))
         slot = it.take()
         while ("compute", 0) not in it.device.trace:
             it.land()
             assert it.state(slot) == "running"
-        assert bytes(it.front.output_rows(place[0], 4, 0)) == b"\0" * 32  # computed, and still on the device
+        assert bytes(it.front.output_rows(lease[0], 4, 0)) == b"\0" * 32  # computed, and still on the device
         while ("copy-out", 0) not in it.device.trace:
             assert it.state(slot) == "running"
             it.land()
         it.finish()
         assert it.state(slot) == "done"
-        np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1, 2, 3, 4))
+        np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(1, 2, 3, 4))
 
 
 def test_a_slots_memory_is_not_touched_after_it_is_published():
     """Its rows are others' then: whatever the device still does, does not reach them."""
     with device_pair(backend()) as it:
-        place = it.put(x=rows(1, 2, 3, 4))
+        lease = it.put(x=rows(1, 2, 3, 4))
         slot = it.take()
         it.finish()
-        it.get(*place)
+        it.get(*lease)
         assert it.state(slot) == "free"
         before = bytes(it.arena.memory)
         others = [it.put(x=rows(9)) for _ in range(2)]
@@ -158,24 +158,24 @@ def test_input_rows_are_read_before_publishing_also_of_a_batch_that_failed():
     with device_pair(
         backend(), Script(faults=faults), choose=prefer(COMPUTE, COPY_OUT, COPY_IN), **one_at_a_time
     ) as it:
-        place = it.put(x=rows(1, 2, 3, 4))
+        lease = it.put(x=rows(1, 2, 3, 4))
         slot = it.take()
         while it.state(slot) == "running":
             it.land()
         assert ("copy-in", 0) in it.device.trace
         assert it.device.step() is False
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
         assert kind == Kind.INTERNAL.value
         assert "does not like this batch" in text
 
 
 def test_padding_and_leaving():
     with device_pair(backend(), allowed_batch_sizes=[2, 4]) as it:
-        place = it.put(x=rows(1, 2, 3))
+        lease = it.put(x=rows(1, 2, 3))
         it.take()
         it.finish()
         assert it.backend.on_device[0]["x"].tolist() == rows(1, 2, 3, 3).tolist()
-        np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1, 2, 3))
+        np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(1, 2, 3))
         gone = it.put(x=rows(1))
         slot = it.worker.take()
         it.front.drop(*gone)
@@ -194,12 +194,12 @@ def test_stages_are_timed(monkeypatch):
         "fastserve.workers.device.runner.model_callbacks.notify", lambda do, **more: told.append((do, more))
     )
     with device_pair(backend(), Script(step_us=200)) as it:
-        place = it.put(x=rows(1))
+        lease = it.put(x=rows(1))
         slot = it.take()
         it.finish()
         _, taken, run, ran, done = it.front.times_ns(slot)
         assert taken < run < ran < done
-        it.get(*place)
+        it.get(*lease)
     do, report = next((do, report) for do, report in told if report["batches"])
     assert (do, report["device"], report["pinned"], report["batches"]) == ("device", "simulated", True, 1)
     assert min(report["copy_in_ns"], report["compute_ns"], report["copy_out_ns"]) > 100_000
@@ -212,10 +212,10 @@ def test_memory_that_cannot_be_registered_is_said(caplog):
             in caplog.text
         )
         assert it.runner.report.pinned is False
-        place = it.put(x=rows(1))
+        lease = it.put(x=rows(1))
         it.take()
         it.finish()
-        np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1))
+        np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(1))
 
 
 def test_an_arena_of_a_device_is_small_and_never_trimmed():
@@ -237,20 +237,20 @@ def test_requests_of_different_shapes_run_apart_in_one_flight():
     made = backend(inputs=FREE_X, outputs=FREE_Y)
     with device_pair(made, Script(seed=2)) as it:
         arrays = [np.ones((1, 3), np.float32), np.full((2, 5), 2, np.float32), np.full((1, 3), 3, np.float32)]
-        places = [it.put(x=array) for array in arrays]
+        leases = [it.put(x=array) for array in arrays]
         it.take()
         it.finish()
         assert [tuple(seen["x"].shape) for seen in made.on_device] == [(2, 3), (2, 5)]
-        for place, array in zip(places, arrays, strict=True):
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * array)
+        for lease, array in zip(leases, arrays, strict=True):
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * array)
 
 
 def test_models_without_a_batch_axis():
     with device_pair(backend(inputs=FREE_X, outputs=FREE_Y), max_batch_size=0) as it:
-        place = it.put(x=np.arange(5, dtype=np.float32))
+        lease = it.put(x=np.arange(5, dtype=np.float32))
         it.take()
         it.finish()
-        assert it.get(*place)["y"].tolist() == [0, 2, 4, 6, 8]
+        assert it.get(*lease)["y"].tolist() == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.lingers  # the logged traceback keeps the arena
@@ -274,11 +274,11 @@ def test_answers_without_room_are_refused():
         return {"y": torch.zeros(len(inputs["x"]), 1 << 20)}
 
     with device_pair(backend(long, FREE_X, FREE_Y)) as it:
-        place = it.put(x=np.ones((1, 3), np.float32))
+        lease = it.put(x=np.ones((1, 3), np.float32))
         it.take()
         it.finish()
-        assert it.front.place_status(place[0]) == Kind.RESOURCE_EXHAUSTED.value
-        it.front.release(*place)
+        assert it.front.lease_status(lease[0]) == Kind.RESOURCE_EXHAUSTED.value
+        it.front.release(*lease)
 
 
 # --- faults ---------------------------------------------------------------------------------------------
@@ -292,14 +292,14 @@ def test_one_bad_request_fails_alone():
         return twice(inputs)
 
     with device_pair(backend(picky)) as it:
-        places = [it.put(x=rows(value)) for value in (1, 13, 3)]
+        leases = [it.put(x=rows(value)) for value in (1, 13, 3)]
         it.take()
         it.finish()
-        assert it.get(*places[0])["y"].tolist() == [[2, -2]]
-        status = it.front.place_status(places[1][0])
+        assert it.get(*leases[0])["y"].tolist() == [[2, -2]]
+        status = it.front.lease_status(leases[1][0])
         assert status == Kind.INTERNAL.value
-        it.front.release(*places[1])
-        assert it.get(*places[2])["y"].tolist() == [[6, -6]]
+        it.front.release(*leases[1])
+        assert it.get(*leases[2])["y"].tolist() == [[6, -6]]
 
 
 class Memory:
@@ -320,10 +320,10 @@ class Memory:
 def test_out_of_memory_is_tried_again_by_halves(most, sizes):
     memory = Memory(most)
     with device_pair(backend(memory)) as it:
-        place = it.put(x=rows(1, 2, 3, 4))
+        lease = it.put(x=rows(1, 2, 3, 4))
         it.take()
         it.finish()
-        np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1, 2, 3, 4))
+        np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(1, 2, 3, 4))
         assert memory.sizes == sizes
 
 
@@ -331,7 +331,7 @@ def test_out_of_memory_is_tried_again_by_halves(most, sizes):
 def test_others_in_flight_land_before_a_batch_is_tried_again():
     memory = Memory(2)
     with device_pair(backend(memory), choose=prefer(COPY_IN, COMPUTE, COPY_OUT)) as it:
-        places = [it.put(x=rows(*range(n))) for n in (4, 2, 2)]
+        leases = [it.put(x=rows(*range(n))) for n in (4, 2, 2)]
         slots = [it.take() for _ in range(2)]
         assert len(set(slots)) == 2
         beside, recover = [], it.runner.plain.recover
@@ -346,8 +346,8 @@ def test_others_in_flight_land_before_a_batch_is_tried_again():
             0,
             0,
         ]  # both of four rows: the second fails while the first waits
-        for place, n in zip(places, (4, 2, 2), strict=True):
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(*range(n)))
+        for lease, n in zip(leases, (4, 2, 2), strict=True):
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(*range(n)))
         assert it.runner.in_flight == 0
 
 
@@ -362,28 +362,28 @@ def test_others_in_flight_land_before_a_batch_is_tried_again():
 def test_out_of_memory_for_anything_fails_the_batch_and_not_the_worker(config, words):
     memory = Memory(0)
     with device_pair(backend(memory), **config) as it:
-        place = it.put(x=rows(1, 2))
+        lease = it.put(x=rows(1, 2))
         it.take()
         it.finish()
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
         assert kind == Kind.RESOURCE_EXHAUSTED.value
         assert words in text
         memory.most = 4
-        place = it.put(x=rows(1, 2))
+        lease = it.put(x=rows(1, 2))
         it.take()
         it.finish()
-        np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1, 2))
+        np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(1, 2))
 
 
 @pytest.mark.lingers  # the logged traceback keeps the arena
 def test_a_model_whose_runs_have_effects_is_not_run_again():
     memory = Memory(2)
     with device_pair(backend(memory), isolate_failures=False) as it:
-        place = it.put(x=rows(1, 2, 3, 4))
+        lease = it.put(x=rows(1, 2, 3, 4))
         it.take()
         it.finish()
         assert memory.sizes == [4]
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
         assert kind == Kind.RESOURCE_EXHAUSTED.value
         assert "there is no memory for a batch of 4 rows: OutOfMemoryError: CUDA out of memory" in text
 
@@ -394,7 +394,7 @@ def test_a_model_whose_runs_have_effects_is_not_run_again():
 def test_a_lost_device_ends_it_all_and_publishes_nothing(stage, free):
     made = backend(inputs=FREE_X, outputs=FREE_Y) if free else backend()
     with device_pair(made, Script(faults=[Fault(stage=stage, what="lost", at=1)])) as it:
-        places = [it.put(x=rows(*range(4))) for _ in range(3)]
+        leases = [it.put(x=rows(*range(4))) for _ in range(3)]
         slots = [it.take() for _ in range(3)]
         with pytest.raises(
             DeviceLost, match="its GPU has failed, and it answers no more: CUDA error: an illegal"
@@ -412,8 +412,8 @@ def test_a_lost_device_ends_it_all_and_publishes_nothing(stage, free):
         for _ in running:
             it.take()
         it.finish()
-        for place in places:
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(*range(4)))
+        for lease in leases:
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(*range(4)))
 
 
 @pytest.mark.lingers  # the traceback of what was lost keeps the arena
@@ -426,13 +426,13 @@ def test_a_plain_model_whose_device_is_lost_is_not_run_again(sides):
 
     made = Function(*sides, call)
     with pair(made) as it:
-        places = [it.put(x=rows(1)), it.put(x=rows(2))]
+        leases = [it.put(x=rows(1)), it.put(x=rows(2))]
         with pytest.raises(DeviceLost):
             it.step()
         assert len(made.seen) == 1
-        assert it.front.describe(places[0][0] >> 16)[0] == "running"
+        assert it.front.describe(leases[0][0] >> 16)[0] == "running"
         assert it.front.worker_died(0, 1, Kind.UNAVAILABLE.value, "gone") == (0, 1)
-        assert [it.get(*place) for place in places] == [(Kind.UNAVAILABLE.value, "gone")] * 2
+        assert [it.get(*lease) for lease in leases] == [(Kind.UNAVAILABLE.value, "gone")] * 2
 
 
 def test_which_errors_are_which():

@@ -46,15 +46,15 @@ def failing(call: Any, error: Exception, *, first: int = 1, when: Any = lambda *
 def test_no_memory_for_the_rows_of_a_batch(busy: int, caplog: pytest.LogCaptureFixture) -> None:
     """Batches in flight land first; then this one is run as one without memory while it computed."""
     with device_pair(DeviceFunction(X, Y, twice)) as it:
-        places = [it.put(x=rows(1, 2, 3, 4)) for _ in range(busy + 1)]
+        leases = [it.put(x=rows(1, 2, 3, 4)) for _ in range(busy + 1)]
         for _ in range(busy):
             it.take()
         error = SimulatedOutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         it.device.empty = failing(it.device.empty, error)  # type: ignore[method-assign]
         it.take()
         assert it.runner.in_flight == 0
-        for place in places:
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1, 2, 3, 4))
+        for lease in leases:
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(1, 2, 3, 4))
 
 
 @pytest.mark.lingers
@@ -68,11 +68,11 @@ def test_a_copy_that_is_refused_keeps_nothing(free: bool) -> None:
             it.device.copy, refused, when=lambda stream, *rest: stream is COPY_OUT
         )
         for _ in range(2):
-            places = [it.put(x=rows(1, 2)), it.put(x=rows(3, 4))]
+            leases = [it.put(x=rows(1, 2)), it.put(x=rows(3, 4))]
             it.take()
             it.finish()
-            for place, wanted in zip(places, (rows(1, 2), rows(3, 4)), strict=True):
-                np.testing.assert_array_equal(it.get(*place)["y"], 2 * wanted)
+            for lease, wanted in zip(leases, (rows(1, 2), rows(3, 4)), strict=True):
+                np.testing.assert_array_equal(it.get(*lease)["y"], 2 * wanted)
 
 
 class DeafLine:
@@ -89,10 +89,10 @@ def test_an_owner_that_does_not_listen_costs_no_batch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner, "EVERY_NS", 0)
     backend = DeviceFunction(X, Y, twice)
     with device_pair(backend) as it:
-        place = it.put(x=rows(1))
+        lease = it.put(x=rows(1))
         it.take()
         it.finish()
-        np.testing.assert_array_equal(it.get(*place)["y"], 2 * rows(1))
+        np.testing.assert_array_equal(it.get(*lease)["y"], 2 * rows(1))
         assert backend.seen == [], "it was not run again"
         it.runner.close()
         assert not it.device.pinned

@@ -104,16 +104,16 @@ def picky(inputs: dict[str, Any]) -> dict[str, Any]:
     return {"y": inputs["x"] * 2}
 
 
-def answers(it: Pair, *places: tuple[int, int]) -> list[Any]:
+def answers(it: Pair, *leases: tuple[int, int]) -> list[Any]:
     """First numbers of each place's rows, or the kind it failed with."""
     found = []
-    for place, count in places:
+    for lease, count in leases:
         ring = it.front
-        if it.arena.geometry.dense and (status := ring.place_status(place)):
-            ring.release(place, count)
+        if it.arena.geometry.dense and (status := ring.lease_status(lease)):
+            ring.release(lease, count)
             found.append(status)
             continue
-        got = it.get(place, count)
+        got = it.get(lease, count)
         found.append(got[0] if isinstance(got, tuple) else got["y"][:, 0].tolist())
     return found
 
@@ -122,10 +122,10 @@ def answers(it: Pair, *places: tuple[int, int]) -> list[Any]:
 def test_a_request_that_failed_alone_is_not_run_again(form: Any) -> None:
     backend = Function(*form, picky)
     with pair(backend) as it:
-        place = it.put(x=rows(BAD, 1))
+        lease = it.put(x=rows(BAD, 1))
         it.step()
         assert len(backend.seen) == 1
-        assert it.get(*place)[0] == Kind.INTERNAL.value
+        assert it.get(*lease)[0] == Kind.INTERNAL.value
 
 
 def test_rows_of_who_left_are_not_run_again() -> None:
@@ -148,9 +148,9 @@ def test_what_runs_again_is_read_only_too() -> None:
         return picky(inputs)
 
     with pair(Function(*COLUMNS, run)) as it:
-        places = [it.put(x=rows(BAD)), it.put(x=rows(1)), it.put(x=rows(2))]
+        leases = [it.put(x=rows(BAD)), it.put(x=rows(1)), it.put(x=rows(2))]
         it.step()
-        assert answers(it, *places)[1:] == [[2.0], [4.0]]
+        assert answers(it, *leases)[1:] == [[2.0], [4.0]]
         assert len(writable) == 3
         assert not any(writable)
 
@@ -158,9 +158,9 @@ def test_what_runs_again_is_read_only_too() -> None:
 def test_parts_are_filled_to_allowed_sizes_with_their_last_row() -> None:
     backend = Function(*COLUMNS, picky)
     with pair(backend, max_batch_size=8, allowed_batch_sizes=[1, 4, 8]) as it:
-        places = [it.put(x=rows(n)) for n in (1, 2, 3, BAD, 5)]
+        leases = [it.put(x=rows(n)) for n in (1, 2, 3, BAD, 5)]
         it.step()
-        assert answers(it, *places) == [[2.0], [4.0], [6.0], Kind.INTERNAL.value, [10.0]]
+        assert answers(it, *leases) == [[2.0], [4.0], [6.0], Kind.INTERNAL.value, [10.0]]
         firsts = [seen["x"][:, 0].tolist() for seen in backend.seen]
         assert firsts[:2] == [[1, 2, 3, BAD, 5, 5, 5, 5], [1, 2, 2, 2]]
         assert {len(seen) for seen in firsts} <= {1, 4, 8}
@@ -173,9 +173,9 @@ def test_a_part_whose_outputs_have_another_shape_fails() -> None:
 
     backend = Function(*COLUMNS, run)
     with pair(backend) as it:
-        places = [it.put(x=rows(1, 1)), it.put(x=rows(BAD)), it.put(x=rows(4))]
+        leases = [it.put(x=rows(1, 1)), it.put(x=rows(BAD)), it.put(x=rows(4))]
         it.step()
-        assert answers(it, *places) == [Kind.INTERNAL.value, Kind.INTERNAL.value, [8.0]]
+        assert answers(it, *leases) == [Kind.INTERNAL.value, Kind.INTERNAL.value, [8.0]]
 
 
 def test_columns_say_who_failed_after_the_last_run() -> None:
@@ -183,12 +183,12 @@ def test_columns_say_who_failed_after_the_last_run() -> None:
     told: list[int] = []
 
     def run(inputs: dict[str, Any]) -> dict[str, Any]:
-        told.extend(it.front.place_status(place) for place, _ in places)
+        told.extend(it.front.lease_status(lease) for lease, _ in leases)
         return picky(inputs)
 
     with pair(Function(*COLUMNS, run)) as it:
-        places = [it.put(x=rows(BAD)), it.put(x=rows(2)), it.put(x=rows(3))]
+        leases = [it.put(x=rows(BAD)), it.put(x=rows(2)), it.put(x=rows(3))]
         it.step()
         assert len(told) > 3
         assert not any(told)
-        assert answers(it, *places) == [Kind.INTERNAL.value, [4.0], [6.0]]
+        assert answers(it, *leases) == [Kind.INTERNAL.value, [4.0], [6.0]]

@@ -47,7 +47,7 @@ class Running:
 
     def close(self) -> None:
         self.owner.close()
-        self.arena.ring(front=0).kick_all()
+        self.arena.ring(front=0).wake_all_workers()
         self.thread.join(10)
         assert not self.thread.is_alive()
         self._worker.close()
@@ -69,15 +69,15 @@ def test_runs_what_comes_and_stops_when_told():
         assert it.owner.receive().message == {"op": "ready"}
         front = it.arena.ring(front=0)
         for value in (1.0, 2.0, 3.0):
-            place = front.reserve(1)
-            front.input_rows(place, 1, 0)[:] = np.full(2, value, np.float32).tobytes()
-            front.commit(place, 1)
-            front.kick()
-            assert select.select([it.arena.front_bells[0]], [], [], 10)[0]
-            assert front.drain() == [(place >> 16, front.seq(place >> 16))]
-            assert front.describe(place >> 16)[0] == "done"
-            assert np.frombuffer(front.output_rows(place, 1, 0), np.float32).tolist() == [2 * value] * 2
-            front.release(place, 1)
+            lease = front.reserve(1)
+            front.input_rows(lease, 1, 0)[:] = np.full(2, value, np.float32).tobytes()
+            front.commit(lease, 1)
+            front.wake_workers()
+            assert select.select([it.arena.front_doorbells[0]], [], [], 10)[0]
+            assert front.drain() == [(lease >> 16, front.seq(lease >> 16))]
+            assert front.describe(lease >> 16)[0] == "done"
+            assert np.frombuffer(front.output_rows(lease, 1, 0), np.float32).tolist() == [2 * value] * 2
+            front.release(lease, 1)
         it.owner.send({"op": "stop"})
         it.thread.join(10)
         assert not it.thread.is_alive()
@@ -188,13 +188,13 @@ def test_what_a_model_raises_reaches_the_callers_of_that_batch(fault, kind, word
         return twice(inputs)
 
     with pair(Function(X, Y, run), isolate_failures=False) as it:
-        places = [it.put(x=np.ones((1, 2), np.float32)), it.put(x=np.ones((2, 2), np.float32))]
+        leases = [it.put(x=np.ones((1, 2), np.float32)), it.put(x=np.ones((2, 2), np.float32))]
         it.step()
-        for place in places:
-            number, text = it.get(*place)
+        for lease in leases:
+            number, text = it.get(*lease)
             assert number == kind.value
             assert words in text
         fail.append(False)
-        place = it.put(x=np.ones((1, 2), np.float32))
+        lease = it.put(x=np.ones((1, 2), np.float32))
         it.step()
-        assert it.get(*place)["y"].tolist() == [[2, 2]]
+        assert it.get(*lease)["y"].tolist() == [[2, 2]]

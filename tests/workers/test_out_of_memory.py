@@ -66,13 +66,13 @@ class Memory:
         return {"y": x * 2}
 
 
-def told(it, place):
+def told(it, lease):
     """Outputs, or (kind, text), of one place: its own failure too, which columns have in a slab."""
-    failure = it.front.place_status(place[0]) if it.arena.geometry.dense else 0
+    failure = it.front.lease_status(lease[0]) if it.arena.geometry.dense else 0
     if not failure:
-        return it.get(*place)
-    text = bytes(it.front.slab(*it.front.answer_slab(place[0]))).decode()
-    it.front.release(*place)
+        return it.get(*lease)
+    text = bytes(it.front.slab(*it.front.answer_slab(lease[0]))).decode()
+    it.front.release(*lease)
     return failure, text
 
 
@@ -88,12 +88,12 @@ def test_by_halves_of_requests_and_of_their_rows(form, error, device, most, batc
     made = DeviceFunction(*form, memory) if device else Function(*form, memory)
     with device_pair(made) if device else pair(made) as it:
         sent = [rows(*range(10 * i, 10 * i + n)) for i, n in enumerate(batch, 1)]
-        places = [it.put(x=array) for array in sent]
+        leases = [it.put(x=array) for array in sent]
         it.step()
         if device:
             it.finish()
-        for place, array in zip(places, sent, strict=True):
-            np.testing.assert_array_equal(told(it, place)["y"], 2 * array)
+        for lease, array in zip(leases, sent, strict=True):
+            np.testing.assert_array_equal(told(it, lease)["y"], 2 * array)
     assert memory.sizes[0] == 4
     assert max(memory.sizes[1:]) < 4
     assert line.shortages == 1
@@ -110,12 +110,12 @@ def test_no_memory_for_anything(form, error, device, batch, line):
     with device_pair(made) if device else pair(made) as it:
         for most, good in ((0, False), (4, True)):
             memory.most = most
-            places = [it.put(x=rows(*range(1, 1 + n))) for n in batch]
+            leases = [it.put(x=rows(*range(1, 1 + n))) for n in batch]
             it.step()
             if device:
                 it.finish()
-            for place in places:
-                got = told(it, place)
+            for lease in leases:
+                got = told(it, lease)
                 if good:
                     assert "y" in got
                     continue
@@ -133,11 +133,11 @@ def test_what_has_no_batch_axis_cannot_be_smaller(device, error, line):
     memory = Memory(0, error)
     made = (DeviceFunction if device else Function)(*SLABS, memory)
     with device_pair(made, max_batch_size=0) if device else pair(made, max_batch_size=0) as it:
-        place = it.put(x=np.ones(3, np.float32))
+        lease = it.put(x=np.ones(3, np.float32))
         it.step()
         if device:
             it.finish()
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
         assert kind == (Kind.INTERNAL if isinstance(error, MemoryError) else Kind.RESOURCE_EXHAUSTED).value
         assert text.startswith(WORDS)
     assert len(memory.sizes) == 1
@@ -154,10 +154,10 @@ def test_injected_on_a_device(free, batching, line):
     script = Script(faults=[Fault(stage="compute", what="out of memory", at=0)])
     twice = DeviceFunction(*form, lambda inputs: {"y": inputs["x"] * 2})
     with device_pair(twice, script, max_batch_size=batching) as it:
-        place = it.put(x=rows(1) if not batching else rows(1, 2))
+        lease = it.put(x=rows(1) if not batching else rows(1, 2))
         it.step()
         it.finish()
-        got = told(it, place)
+        got = told(it, lease)
         if batching:
             np.testing.assert_array_equal(got["y"], 2 * rows(1, 2))
         else:
@@ -178,11 +178,11 @@ def test_a_copy_there_is_no_memory_for(form, stage, batch, pins, line):
     twice = DeviceFunction(*form, lambda inputs: {"y": inputs["x"] * 2})
     with device_pair(twice, script) as it:
         sent = [rows(*range(10 * i, 10 * i + n)) for i, n in enumerate(batch, 1)]
-        places = [it.put(x=array) for array in sent]
+        leases = [it.put(x=array) for array in sent]
         it.take()
         it.finish()
-        for place, array in zip(places, sent, strict=True):
-            np.testing.assert_array_equal(told(it, place)["y"], 2 * array)
+        for lease, array in zip(leases, sent, strict=True):
+            np.testing.assert_array_equal(told(it, lease)["y"], 2 * array)
     assert line.shortages == 1
 
 
@@ -193,10 +193,10 @@ def test_a_copy_that_is_refused_where_nothing_can_be_run_again(stage, what, line
     script = Script(faults=[Fault(stage=stage, what=what)])
     twice = DeviceFunction(*SLABS, lambda inputs: {"y": inputs["x"] * 2})
     with device_pair(twice, script, isolate_failures=False) as it:
-        place = it.put(x=rows(1, 2))
+        lease = it.put(x=rows(1, 2))
         it.take()
         it.finish()
-        kind, text = told(it, place)
+        kind, text = told(it, lease)
         assert kind == (Kind.RESOURCE_EXHAUSTED if what == "out of memory" else Kind.INTERNAL).value
         words = "CUDA out of memory" if what == "out of memory" else "the model does not like this batch"
         assert words in text
@@ -213,11 +213,11 @@ def test_groups_of_a_batch_whose_copies_were_refused_run_apart_again(stage, line
     twice = DeviceFunction(*SLABS, lambda inputs: {"y": inputs["x"] * 2})
     with device_pair(twice, script) as it:
         sent = [np.full((n, n + 2), n, np.float32) for n in (1, 2)]
-        places = [it.put(x=array) for array in sent]
+        leases = [it.put(x=array) for array in sent]
         it.take()
         it.finish()
-        for place, array in zip(places, sent, strict=True):
-            np.testing.assert_array_equal(told(it, place)["y"], 2 * array)
+        for lease, array in zip(leases, sent, strict=True):
+            np.testing.assert_array_equal(told(it, lease)["y"], 2 * array)
 
 
 @FORMS
@@ -226,12 +226,12 @@ def test_one_row_that_was_not_alone_is_tried_once_more(form, line):
     script = Script(faults=[Fault(stage="compute", what="out of memory", at=0)])
     twice = DeviceFunction(*form, lambda inputs: {"y": inputs["x"] * 2})
     with device_pair(twice, script, max_batch_size=1) as it:
-        places = [it.put(x=rows(n)) for n in (1, 2)]
-        for _ in places:
+        leases = [it.put(x=rows(n)) for n in (1, 2)]
+        for _ in leases:
             it.take()
         it.finish()
-        for n, place in enumerate(places, 1):
-            np.testing.assert_array_equal(told(it, place)["y"], 2 * rows(n))
+        for n, lease in enumerate(leases, 1):
+            np.testing.assert_array_equal(told(it, lease)["y"], 2 * rows(n))
     assert line.shortages == 1
 
 
@@ -242,12 +242,12 @@ def test_a_bad_request_of_a_batch_that_was_too_large_is_told_so(form, device, li
     memory = Memory(2, torch.OutOfMemoryError("CUDA out of memory."))
     made = (DeviceFunction if device else Function)(*form, memory)
     with device_pair(made) if device else pair(made) as it:
-        places = [it.put(x=rows(v)) for v in (1, -7, 3, 4)]
+        leases = [it.put(x=rows(v)) for v in (1, -7, 3, 4)]
         it.step()
         if device:
             it.finish()
-        for value, place in zip((1, -7, 3, 4), places, strict=True):
-            got = told(it, place)
+        for value, lease in zip((1, -7, 3, 4), leases, strict=True):
+            got = told(it, lease)
             if value == -7:
                 assert got == (Kind.INTERNAL.value, "ValueError: no sevens")
             else:
@@ -259,9 +259,9 @@ def test_a_bad_request_of_a_batch_that_was_too_large_is_told_so(form, device, li
 def test_a_model_whose_runs_have_effects_is_not_run_again(form, line):
     memory = Memory(2, MemoryError())
     with pair(Function(*form, memory), isolate_failures=False) as it:
-        place = it.put(x=rows(1, 2, 3, 4))
+        lease = it.put(x=rows(1, 2, 3, 4))
         it.step()
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
     assert kind == Kind.INTERNAL.value, "the model's failure"
     assert text == "there is no memory for a batch of 4 rows: MemoryError"
     assert memory.sizes == [4]
@@ -278,9 +278,9 @@ def test_outputs_whose_rows_differ_between_parts_cannot_be_joined(line):
         return {"y": np.zeros((len(x), int(x.max())), np.float32)}
 
     with pair(Function(*SLABS, ragged)) as it:
-        place = it.put(x=rows(1, 2, 3, 4))
+        lease = it.put(x=rows(1, 2, 3, 4))
         it.step()
-        kind, text = it.get(*place)
+        kind, text = it.get(*lease)
     assert kind == Kind.INTERNAL.value, "the model's failure"
     assert text == "there is no memory for a batch of 4 rows: MemoryError"
 
@@ -293,8 +293,8 @@ def test_no_numbers_of_processes_are_told():
     )
     memory = Memory(0, torch.OutOfMemoryError(words))
     with pair(Function(*COLUMNS, memory)) as it:
-        place = it.put(x=rows(1))
+        lease = it.put(x=rows(1))
         it.step()
-        text = it.get(*place)[1]
+        text = it.get(*lease)[1]
     assert "41234" not in text
     assert "Process … has 20.00 GiB" in text

@@ -31,51 +31,51 @@ def test_rows_of_one_shape_run_together(mixed):
     backend = Function(X, Y, twice)
     with pair(backend, mixed_shapes=mixed) as it:
         sent = [rows(1, 3), rows(2, 3, 10), rows(1, 3, 20)]
-        places = [it.put(x=x) for x in sent]
+        leases = [it.put(x=x) for x in sent]
         it.step()
         assert [len(seen["x"]) for seen in backend.seen] == [4]
-        for place, x in zip(places, sent, strict=True):
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * x)
+        for lease, x in zip(leases, sent, strict=True):
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * x)
 
 
 def test_group_runs_what_does_not_fit_apart():
     backend = Function(X, Y, twice)
     with pair(backend, mixed_shapes="group") as it:
         sent = [rows(1, 3), rows(1, 2, 10), rows(1, 3, 20), rows(1, 0)]
-        places = [it.put(x=x) for x in sent]
+        leases = [it.put(x=x) for x in sent]
         it.step()
         assert sorted(seen["x"].shape for seen in backend.seen) == [(1, 0), (1, 2), (2, 3)]
-        for place, x in zip(places, sent, strict=True):
-            np.testing.assert_array_equal(it.get(*place)["y"], 2 * x)
+        for lease, x in zip(leases, sent, strict=True):
+            np.testing.assert_array_equal(it.get(*lease)["y"], 2 * x)
 
 
 def test_pad_fills_up_to_the_largest_with_the_first_element():
     backend = Function(X, Y, twice)
     with pair(backend, mixed_shapes="pad") as it:
-        places = [it.put(x=rows(1, 3)), it.put(x=rows(1, 1, 9))]
+        leases = [it.put(x=rows(1, 3)), it.put(x=rows(1, 1, 9))]
         it.step()
         np.testing.assert_array_equal(backend.seen[0]["x"], [[1, 2, 3], [9, 9, 9]])
-        assert it.get(*places[1])["y"].tolist() == [[18, 18, 18]]
-        it.get(*places[0])
+        assert it.get(*leases[1])["y"].tolist() == [[18, 18, 18]]
+        it.get(*leases[0])
 
 
 def test_pad_strings():
     inputs, outputs = specs(s=("bytes", (-1,))), specs(s=("bytes", (-1,)))
     with pair(Function(inputs, outputs, lambda x: {"s": x["s"]}), mixed_shapes="pad") as it:
         one, two = strings(b"a"), np.array([[b"bb", b"\xff"]], object)
-        places = [it.put(s=one), it.put(s=two)]
+        leases = [it.put(s=one), it.put(s=two)]
         it.step()
-        assert it.get(*places[0])["s"].tolist() == [[b"a", b"a"]]
-        assert it.get(*places[1])["s"].tolist() == [[b"bb", b"\xff"]]
+        assert it.get(*leases[0])["s"].tolist() == [[b"a", b"a"]]
+        assert it.get(*leases[1])["s"].tolist() == [[b"bb", b"\xff"]]
 
 
 def test_error_refuses_the_batch_in_tensorflow_servings_words():
     backend = Function(X, Y, twice)
     with pair(backend, mixed_shapes="error") as it:
-        places = [it.put(x=rows(1, 3)), it.put(x=rows(1, 1))]
+        leases = [it.put(x=rows(1, 3)), it.put(x=rows(1, 1))]
         it.step()
-        for place in places:
-            kind, text = it.get(*place)
+        for lease in leases:
+            kind, text = it.get(*lease)
             assert kind == Kind.FAILED_PRECONDITION.value
             assert text.startswith("Tensors with name 'x' from different tasks have different shapes")
         assert backend.seen == []
@@ -88,10 +88,10 @@ def test_a_group_that_fails_fails_alone(caplog):
         return twice(inputs)
 
     with pair(Function(X, Y, run)) as it:
-        places = [it.put(x=rows(1, 3)), it.put(x=rows(1, 2))]
+        leases = [it.put(x=rows(1, 3)), it.put(x=rows(1, 2))]
         it.step()
-        np.testing.assert_array_equal(it.get(*places[0])["y"], 2 * rows(1, 3))
-        kind, text = it.get(*places[1])
+        np.testing.assert_array_equal(it.get(*leases[0])["y"], 2 * rows(1, 3))
+        kind, text = it.get(*leases[1])
         assert kind == Kind.INTERNAL.value
         assert "not two" in text
         caplog.clear()  # its record of the error holds the frames, and they the ring
@@ -102,7 +102,7 @@ def test_strings_whose_lengths_lie_reach_only_their_caller():
     backend = Function(inputs, outputs, lambda x: {"n": np.array([[len(s)] for s in x["s"][:, 0]])})
     with pair(backend) as it:
         good, bad = it.put(s=strings(b"abc")), it.put(s=strings(b"defg"))
-        (_, _, offset, size) = it.front.places(bad[0] >> 16)[1]
+        (_, _, offset, size) = it.front.leases(bad[0] >> 16)[1]
         slab = it.front.slab(offset, size, True)
         at = bytes(slab).rfind(b"\4\0\0\0defg")
         slab[at : at + 4] = b"\xff\xff\xff\xff"
@@ -115,9 +115,9 @@ def test_no_batch_axis_runs_each_request_alone():
     backend = Function(specs(x=("float64", None)), specs(y=("float64", None)), lambda x: {"y": x["x"] + 1})
     with pair(backend, max_batch_size=0) as it:
         for sent in (np.float64(3), np.zeros((2, 0)), np.arange(6.0).reshape(1, 2, 3)):
-            place = it.put(x=sent)
+            lease = it.put(x=sent)
             it.step()
-            got = it.get(*place)["y"]
+            got = it.get(*lease)["y"]
             assert got.shape == np.shape(sent)
             np.testing.assert_array_equal(got, sent + 1)
 
@@ -129,18 +129,18 @@ def test_every_kind_of_element(dtype):
     kind = {"bytes": object, "bfloat16": np.uint16}.get(dtype, dtype)
     sent = np.full((2, 2), value, kind)
     with pair(Function(tensor, tensor, lambda x: {"x": x["x"]})) as it:
-        place = it.put(x=sent)
+        lease = it.put(x=sent)
         it.step()
-        np.testing.assert_array_equal(it.get(*place)["x"], sent)
+        np.testing.assert_array_equal(it.get(*lease)["x"], sent)
 
 
 def test_no_room_for_the_answer_is_said():
     with pair(Function(X, Y, lambda x: {"y": np.repeat(x["x"], 100, 1)}), max_queue_bytes=40_000) as it:
-        place, count = it.put(x=rows(1, 1000))
+        lease, count = it.put(x=rows(1, 1000))
         it.step()
-        assert it.front.answer_slab(place) == (0, 0)
-        assert it.front.place_status(place) == Kind.RESOURCE_EXHAUSTED.value
-        it.front.release(place, count)
+        assert it.front.answer_slab(lease) == (0, 0)
+        assert it.front.lease_status(lease) == Kind.RESOURCE_EXHAUSTED.value
+        it.front.release(lease, count)
 
 
 def test_a_batch_that_everybody_left_is_not_run():

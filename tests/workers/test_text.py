@@ -62,7 +62,7 @@ class Desk:
         self.arena = Arena.create(geometry)
         self.front = self.arena.ring(front=0)
         self.reader = TokenReader(
-            self.arena.memory, front=0, worker_bells=self.arena.worker_bells, window=geometry.window
+            self.arena.memory, front=0, worker_doorbells=self.arena.worker_doorbells, window=geometry.window
         )
         self.engines = [Engine() for _ in range(workers)]
         self.control, self.far = os.pipe()
@@ -74,13 +74,13 @@ class Desk:
     def ask(self, note: TextNote | bytes | None = None, ids: tuple[int, ...] = (1, 2)) -> int:
         """A prompt committed; its slot."""
         said = note if isinstance(note, bytes) else write_text(note or TextNote())
-        place, nbytes = self.front.reserve(1), prompt_bytes(ids, said)
-        assert place >= 0
-        offset = self.front.lease(nbytes)
+        lease, nbytes = self.front.reserve(1), prompt_bytes(ids, said)
+        assert lease >= 0
+        offset = self.front.allocate_slab(nbytes)
         write_prompt(self.front.slab(offset, nbytes, writable=True), ids, said)
-        self.reader.listen(place >> 16, self.front.attach_slab(place, offset, nbytes), place >> 16)
-        self.front.commit(place, 1)
-        return place >> 16
+        self.reader.listen(lease >> 16, self.front.attach_slab(lease, offset, nbytes), lease >> 16)
+        self.front.commit(lease, 1)
+        return lease >> 16
 
     def hear(self) -> dict[int, list[Record]]:
         found = self.front.drain()
@@ -253,7 +253,7 @@ def test_an_idle_worker_is_woken_by_a_prompt_and_by_its_owner(desk: Desk) -> Non
     try:
         time.sleep(0.05)
         desk.ask()
-        desk.front.kick()
+        desk.front.wake_workers()
         end = time.monotonic() + 20
         while not engine.asked and time.monotonic() < end:
             time.sleep(0.001)

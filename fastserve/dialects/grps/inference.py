@@ -75,7 +75,7 @@ class GrpsPredict(SlowRequest):
         """Return the call as read, and its deadline in ns. Raises ServeError."""
 
     @abstractmethod
-    def learn(self) -> None:
+    def cache_template(self) -> None:
         """It was answered: remember what requests like it are."""
 
     async def read(self) -> InferRequest:
@@ -89,7 +89,7 @@ class GrpsPredict(SlowRequest):
 
     def answered(self, took_ns: int) -> None:
         self.service.monitor.took(took_ns)
-        self.learn()
+        self.cache_template()
 
 
 async def run_once(service: GrpsService, asked: GrpsCall, request: InferRequest) -> InferResponse:

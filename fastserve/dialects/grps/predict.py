@@ -4,8 +4,8 @@
     Content-Type: application/octet-stream    the body is its bin_data
 
 The fast path takes gtensors as JSON that differ from an earlier request in their numbers alone
-(`_ext.infer_frame`), and bodies that are nothing but the numbers of the model's one input. On the customised
-path with a body of the deployment's own, the model reads the HTTP request and writes the reply.
+(`_ext.request_template`), and bodies that are nothing but the numbers of the model's one input. On the
+customised path with a body of the deployment's own, the model reads the HTTP request and writes the reply.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any
 
-from fastserve._ext.infer_frame import InferFrame
+from fastserve._ext.request_template import RequestTemplate
 from fastserve.dialects.grps.inference import WORK, GrpsCall, GrpsPredict, read_answer, stream_answers
 from fastserve.dialects.grps.json_messages import (
     MOST_VALUES,
@@ -86,12 +86,12 @@ def content_kind(call: Call, options: GrpsOptions) -> str:
     return kind
 
 
-MOST_FRAMES = 64  # of all models of a path
-MOST_TEXT_BYTES = 65536  # of a frame
+MOST_TEMPLATES = 64  # of all models of a path
+MOST_TEXT_BYTES = 65536  # of a template
 MOST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read in a thread
 _SHAPE = re.compile(rb'"shape"\s*:\s*\[\s*([0-9]+)')
 FRAMED = ("float32", "float64", "int64")  # of the others V2 takes numbers that have no room, and wraps them
-Hole = tuple[str, int, int, int, int, int]
+Placeholder = tuple[str, int, int, int, int, int]
 
 
 def outcome_of(service: GrpsService, version: Version) -> Outcome:
@@ -103,8 +103,8 @@ def outcome_of(service: GrpsService, version: Version) -> Outcome:
     return Outcome(refused, service.answered)
 
 
-class JsonTemplate(InferFrame, PreparedRequest):
-    """One text with holes, for one version."""
+class JsonTemplate(RequestTemplate, PreparedRequest):
+    """One text with placeholders, for one version."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class JsonTemplate(InferFrame, PreparedRequest):
         model: str,
     ) -> None:
         targets = [prod(t.shape) * t.dtype.item_bytes // parts.first_rows for t in inputs.values()]
-        super().__init__(parts.text, parts.holes, [], targets, parts.rows)
+        super().__init__(parts.text, parts.placeholders, [], targets, parts.rows)
         self.lay_out(path.queue, inputs, (), batching=path.version.batching)
         self.path, self.model, self._service = path, model, service
 
@@ -234,11 +234,11 @@ class FastHttp:
 
     def __init__(self, service: GrpsService, model: str) -> None:
         self._service, self._model = service, model
-        self._frames = JsonTemplates(MOST_FRAMES)
+        self._templates = JsonTemplates(MOST_TEMPLATES)
         self._raw: PathCache[BinRows] = PathCache(
             service.keepers, lambda version: BinRows.open(service, version)
         )
-        self._learned: PathCache[FastPath] = PathCache(service.keepers, self._open)
+        self._cached: PathCache[FastPath] = PathCache(service.keepers, self._open)
         service.keepers.add(self)
 
     def start(self, call: Call) -> bool:
@@ -251,12 +251,12 @@ class FastHttp:
         if kind == BIN:
             raw = self._raw.find(service.look_up(self._model))
             return raw is not None and raw.start(call, call.body)
-        frame: JsonTemplate | None = self._frames.find(call.body, len(call.body))  # type: ignore[assignment]
-        if frame is None or frame.rows > frame.path.queue.max_rows:
+        template: JsonTemplate | None = self._templates.find(call.body, len(call.body))  # type: ignore[assignment]
+        if template is None or template.rows > template.path.queue.max_rows:
             return False
-        if service.look_up(frame.model) is not frame.path.version:
+        if service.look_up(template.model) is not template.path.version:
             return False
-        return frame.path.start(call, frame, call.body, None, service.deadline_ns(call.received_ns))
+        return template.path.start(call, template, call.body, None, service.deadline_ns(call.received_ns))
 
     def take(self, call: Call, body: ArrivedBody) -> bool:
         """Take a call whose bare rows are still in the socket, or return False: other bodies are whole."""
@@ -272,18 +272,18 @@ class FastHttp:
         except ServeError:
             return ""
 
-    def learn(self, call: Call, asked: GrpsCall, request: InferRequest) -> None:
-        """Remember the frame of a request that `start` did not take and the general path has answered."""
+    def cache_template(self, call: Call, asked: GrpsCall, request: InferRequest) -> None:
+        """Remember the template of a request that `start` did not take and the general path has answered."""
         if asked.message.WhichOneof("data_oneof") != "gtensors" or speaks_messages(asked.version):
             return
-        path = self._learned.find(asked.version)
+        path = self._cached.find(asked.version)
         if path is None:
             return
-        self._frames.learn(partial(self._make, bytes(call.body), asked, path, request))
+        self._templates.cache_template(partial(self._make, bytes(call.body), asked, path, request))
 
     def forget(self, version: Version) -> None:
         """The version has ended, and nothing here may keep its memory."""
-        self._frames = JsonTemplates(MOST_FRAMES)
+        self._templates = JsonTemplates(MOST_TEMPLATES)
 
     def _open(self, version: Version) -> FastPath | None:
         return open_path(version, self._service.traffic, outcome_of(self._service, version))
@@ -301,7 +301,7 @@ class FastHttp:
             return None
         try:
             return JsonTemplate(self._service, path, inputs, parts, asked.message.model or self._model)
-        except ValueError:  # more tensors or larger rows than a frame has
+        except ValueError:  # more tensors or larger rows than a template has
             return None
 
 
@@ -310,7 +310,7 @@ class JsonTemplateParts:
     """The text and the fields of a template. `rows` 0: the text says them; `first_rows` are its own."""
 
     text: bytes
-    holes: list[Hole]
+    placeholders: list[Placeholder]
     rows: int
     first_rows: int
 
@@ -318,7 +318,7 @@ class JsonTemplateParts:
     def of(
         cls, text: bytes, given: list[tuple[str, Tensor]], order: list[str], version: Version
     ) -> JsonTemplateParts | None:
-        """`given`: the tensors in the order of the text; `order`: of the model. None for a hole in doubt."""
+        """`given`: the tensors in the order of the text; `order`: of the model. None when in doubt."""
         arrays = list(find_arrays(text))
         shapes = list(_SHAPE.finditer(text))
         values = sum(last - first for _, first, last, _ in arrays)
@@ -331,14 +331,14 @@ class JsonTemplateParts:
             return None
         counted = version.batching and len(shapes) == len(given)
         counted = counted and all(s.start() < a[0] for s, a in zip(shapes, arrays, strict=True))
-        holes: list[Hole] = []
+        placeholders: list[Placeholder] = []
         for number, (name, tensor) in enumerate(given):
             if counted:
-                holes.append(("rows", *shapes[number].span(1), 1, 0, 0))
+                placeholders.append(("rows", *shapes[number].span(1), 1, 0, 0))
             _, first, last, _ = arrays[number]
             unit = prod(tensor.shape) // first_rows
-            holes.append(("data", first, last, unit, order.index(name), tensor.dtype.code))
-        return cls(text, sorted(holes, key=itemgetter(1)), 0 if counted else first_rows, first_rows)
+            placeholders.append(("data", first, last, unit, order.index(name), tensor.dtype.code))
+        return cls(text, sorted(placeholders, key=itemgetter(1)), 0 if counted else first_rows, first_rows)
 
 
 TEXT = b"text/plain"
@@ -491,9 +491,9 @@ class HttpPredict(GrpsPredict):
             return message.bin_data, BYTES
         return write_json(message, options, OK_JSON), JSON
 
-    def learn(self) -> None:
+    def cache_template(self) -> None:
         if self._fast is not None:
-            self._fast.learn(self._call, self.asked, self.request)
+            self._fast.cache_template(self._call, self.asked, self.request)
 
     def refused(self, fault: ServeError) -> None:
         if self._endpoint.raw:

@@ -15,7 +15,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from fastserve._ext.proto_outline import DATA, LEADS, Scheme
+from fastserve._ext.message_skeleton import DATA, LEADS, Scheme
 from fastserve.dialects.grps.inference import WORK, GrpsCall, GrpsPredict, read_answer, stream_answers
 from fastserve.dialects.grps.messages import (
     BY_DTYPE,
@@ -131,33 +131,33 @@ class GrpsPredictRpc:
 
     def start(self, data: bytes, exchange: GrpcExchange) -> bool:
         """Take a message that is known, or return False, without a trace, to leave it to the coroutine."""
-        outline = self._known.read(data)
-        if outline is None:
+        skeleton = self._known.read(data)
+        if skeleton is None:
             return False
         deadline_ns = self._service.sooner_ns(exchange.received_ns, exchange.deadline_ns)
-        return self._known.start(outline, exchange, deadline_ns)
+        return self._known.start(skeleton, exchange, deadline_ns)
 
-    def learn(self, data: bytes, message: Any, request: InferRequest, version: Version) -> None:
+    def cache_template(self, data: bytes, message: Any, request: InferRequest, version: Version) -> None:
         """Remember a message that the general path has answered."""
         if message.WhichOneof("data_oneof") != "gtensors" or speaks_messages(version):
             return
-        service, outline = self._service, self._known.read(data)
-        # A tensor that was answered has values; where there are as many holes as tensors, each has one.
+        service, skeleton = self._service, self._known.read(data)
+        # A tensor that was answered has values; with as many placeholders as tensors, each has one.
         fields = [BY_DTYPE[tensor.dtype.name].tag for tensor in request.inputs.values()]
-        if outline is None or [field for _, field in outline.fields] != fields:
+        if skeleton is None or [field for _, field in skeleton.fields] != fields:
             return
         dtypes = {name: tensor.dtype for name, tensor in request.inputs.items()}
         if any(dtype.name not in KEPT for dtype in dtypes.values()):
             return
         sources = {
-            name: FieldSource.of(hole, dtype, varints=dtype.name not in RAW)
-            for hole, (name, dtype) in enumerate(dtypes.items())
+            name: FieldSource.of(placeholder, dtype, varints=dtype.name not in RAW)
+            for placeholder, (name, dtype) in enumerate(dtypes.items())
         }
 
         def prepare() -> tuple[GrpsTemplate, dict[str, FieldSource]]:
             return GrpsTemplate(service, message.model), sources
 
-        self._known.learn(outline, version, request, outcome_of(service, version), prepare)
+        self._known.cache_template(skeleton, version, request, outcome_of(service, version), prepare)
 
 
 def _head(name: str, dtype: DType, shape: Sequence[int]) -> tuple[bytes, int, int]:
@@ -244,8 +244,8 @@ class GrpcPredict(GrpsPredict):
     def _encode(self, response: InferResponse) -> bytes:
         return _part(read_answer(self.asked, response))
 
-    def learn(self) -> None:
-        self._fast.learn(self._data, self.asked.message, self.request, self.version)
+    def cache_template(self) -> None:
+        self._fast.cache_template(self._data, self.asked.message, self.request, self.version)
 
     def refused(self, fault: ServeError) -> None:
         self._exchange.reply(failure_of(self.service, self._exchange, fault, self.model))

@@ -1,6 +1,6 @@
 """ModelInfer and ModelStreamInfer (spec 11): messages read in place, the fast path, the general path.
 
-    message --outline--> (skeleton, id, first axes, data)   a known skeleton: a version and its reply's form
+    message --skeleton--> (skeleton, id, first axes, data)   a known skeleton: a version and its reply's form
             --copy--> batch slice ... worker ... views of its outputs --copy--> reply
 
 The skeleton of a message is every field but the id, the first axes of the shapes and the tensors' data
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fastserve._ext.proto_outline import DATA, LEADS, TEXT, Outline, Scheme, write_known
+from fastserve._ext.message_skeleton import DATA, LEADS, TEXT, Scheme, Skeleton, write_from_template
 from fastserve._ext.proto_wire import (
     InferMessage,
     Unsigned,
@@ -261,7 +261,7 @@ class RpcTemplate(MessageTemplate):
         self, exchange: RpcExchange, writer: Any, memory: Sequence[Memory], request_id: str, held: None
     ) -> None:
         try:
-            message = write_known(self._before, request_id, writer, memory)
+            message = write_from_template(self._before, request_id, writer, memory)
         except (WireFault, OverflowError):
             raise ServeError(Kind.INVALID_ARGUMENT, TOO_LARGE) from None
         exchange.reply(message)
@@ -308,22 +308,22 @@ def outcome_of(service: KServeService, model: str) -> Outcome:
 
 
 def find_sources(
-    outline: Outline, message: InferMessage, request: InferRequest
+    skeleton: Skeleton, message: InferMessage, request: InferRequest
 ) -> dict[str, FieldSource] | None:
     """Return the variable field of each input's data, by the input's name.
 
     Either all inputs are raw or each is in its own contents; None for every other message.
     """
-    fields, names = outline.fields, [given.name for given in message.inputs]
+    fields, names = skeleton.fields, [given.name for given in message.inputs]
     if len(request.inputs) != len(names):
         return None
     if list(fields) == [RAW] * len(names):
-        return {name: FieldSource(hole) for hole, name in enumerate(names)}
+        return {name: FieldSource(placeholder) for placeholder, name in enumerate(names)}
     if [owner for owner, _ in fields] != list(range(len(names))):
         return None
     return {
-        name: FieldSource.of(hole, request.inputs[name].dtype, varints=field in VARINTS)
-        for hole, (name, (_, field)) in enumerate(zip(names, fields, strict=True))
+        name: FieldSource.of(placeholder, request.inputs[name].dtype, varints=field in VARINTS)
+        for placeholder, (name, (_, field)) in enumerate(zip(names, fields, strict=True))
     }
 
 
@@ -346,23 +346,23 @@ class ModelInfer:
         Returns False, without a trace, to leave it to the coroutine.
         """
         service = self._service
-        if service.traces.on or service.forward_grpc:  # as in outline_of
+        if service.traces.on or service.forward_grpc:  # as in skeleton_of
             return False
-        outline = self._fast.read(data)
-        return outline is not None and self._fast.start(outline, exchange, exchange.deadline_ns)
+        skeleton = self._fast.read(data)
+        return skeleton is not None and self._fast.start(skeleton, exchange, exchange.deadline_ns)
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """Return a serialized ModelInferResponse. Raises ServeError."""
         service = self._service
         sent = await service.offload(len(data), read_request, data)
-        known = outline_of(service, data), self._fast
+        known = skeleton_of(service, data), self._fast
         return await answer_rpc(
             rpc.received_ns, partial(GrpcInference, service, sent, rpc, deadline_of(rpc), *known)
         )
 
 
-def outline_of(service: KServeService, data: bytes) -> Outline | None:
-    """Return the outline of a message; None while tracing or forwarded headers want every message read."""
+def skeleton_of(service: KServeService, data: bytes) -> Skeleton | None:
+    """Return the skeleton of a message; None while tracing or forwarded headers want every message read."""
     return None if service.traces.on or service.forward_grpc else SCHEME.read(data)
 
 
@@ -379,14 +379,14 @@ class GrpcInference(Inference):
         sent: ReceivedRequest,
         rpc: Rpc,
         deadline_ns: int,
-        outline: Outline | None,
+        skeleton: Skeleton | None,
         fast: MessageTemplates[RpcTemplate],
         exchange: RpcExchange,
     ) -> None:
         super().__init__(service, service.forward_grpc)
         self.exchange, self.message, self.deadline_ns = exchange, sent.message, deadline_ns
         self._sent, self._rpc = sent, rpc
-        self._outline, self._fast = outline, fast
+        self._skeleton, self._fast = skeleton, fast
 
     def find(self) -> ModelView:
         return self.service.find(self.message.model_name, self.message.model_version)
@@ -420,16 +420,16 @@ class GrpcInference(Inference):
             self.traced.end()
 
     def answered(self, took_ns: int) -> None:
-        outline, view, request, options = self._outline, self.view, self.request, self.options
-        if outline is None or view is None or request is None or options.ranges or options.classifies:
+        skeleton, view, request, options = self._skeleton, self.view, self.request, self.options
+        if skeleton is None or view is None or request is None or options.ranges or options.classifies:
             return
 
         def prepare() -> tuple[RpcTemplate, dict[str, FieldSource]] | None:
-            sources = find_sources(outline, self.message, request)
+            sources = find_sources(skeleton, self.message, request)
             return None if sources is None else (self.head(view, self.message, options), sources)
 
         outcome = outcome_of(self.service, self.version.model)
-        self._fast.learn(outline, self.version, request, outcome, prepare)
+        self._fast.cache_template(skeleton, self.version, request, outcome, prepare)
 
     def refused(self, fault: ServeError) -> None:
         error = rpc_error(fault, self.message.id)
@@ -464,15 +464,15 @@ class ModelStream:
 
     def begin(self, data: bytes, turn: Turn) -> Coroutine[Any, Any, None] | None:
         """Start a request of a known skeleton and return None, or return the coroutine that answers it."""
-        outline = outline_of(self._service, data)
-        if outline is not None and self._fast.start(outline, turn, self._deadline_ns):
+        skeleton = skeleton_of(self._service, data)
+        if skeleton is not None and self._fast.start(skeleton, turn, self._deadline_ns):
             return None
-        return self._answer(data, outline, turn)
+        return self._answer(data, skeleton, turn)
 
-    async def _answer(self, data: bytes, outline: Outline | None, turn: Turn) -> None:
+    async def _answer(self, data: bytes, skeleton: Skeleton | None, turn: Turn) -> None:
         service = self._service
         sent = await service.offload(len(data), read_request, data)
-        request = StreamInference(service, sent, self._rpc, self._deadline_ns, outline, self._fast, turn)
+        request = StreamInference(service, sent, self._rpc, self._deadline_ns, skeleton, self._fast, turn)
         view = request.look()
         if view is None or not view.decoupled:
             await answer_slowly(turn, request)

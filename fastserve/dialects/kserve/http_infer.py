@@ -4,10 +4,10 @@
           ^ id                               ^ rows                        ^ data
 
 A request template is the text of a request that the general path has answered, with fields for the id, the
-number of rows and the values (`_ext.infer_frame`). Every other byte must be equal, so a request that fits
+number of rows and the values (`_ext.request_template`). All other bytes must be equal, so a request that fits
 means the same and is not checked again. Strings have no fixed size and no templates. For a request without
 one, errors included, `HttpTemplates.start` returns False without a trace; the general path reads the body
-again and hands it to `learn`.
+again and hands it to `cache_template`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fastserve._ext.infer_frame import InferFrame, find_holes
 from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer
+from fastserve._ext.request_template import RequestTemplate, find_placeholders
 from fastserve.codec.json_text import leading_int
 from fastserve.dialects.kserve.inference import Inference, deduce_raw, reply_parameters, show_outputs
 from fastserve.dialects.kserve.json_values import not_in_json
@@ -149,7 +149,7 @@ class RegionSource:
 
 @dataclass(slots=True)
 class HeaderFields:
-    """A request's JSON split into fields for InferFrame.
+    """A request's JSON split into fields for RequestTemplate.
 
     With `rows` 0 the text says how many rows there are.
     """
@@ -157,7 +157,7 @@ class HeaderFields:
     header: bytes
     targets: list[int]
     rows: int
-    holes: list[tuple[str, int, int, int, int, int]] = field(default_factory=list)
+    placeholders: list[tuple[str, int, int, int, int, int]] = field(default_factory=list)
     blobs: list[tuple[int, int]] = field(default_factory=list)
     sources: list[RegionSource] = field(default_factory=list)
 
@@ -175,7 +175,7 @@ class TemplateWriter(InferWriter):
         self.nbytes = sum(sizes) if all(dtype.item_bytes for _, dtype, _ in described) else None
 
 
-class InferTemplate(InferFrame, PreparedRequest):
+class InferTemplate(RequestTemplate, PreparedRequest):
     """One request template, prepared for one version."""
 
     def __init__(
@@ -189,7 +189,7 @@ class InferTemplate(InferFrame, PreparedRequest):
     ) -> None:
         """`request` has the inputs' types and shapes, in the model's order, without data."""
         super().__init__(
-            parts.header, parts.holes, parts.blobs, parts.targets, parts.rows, request.request_id
+            parts.header, parts.placeholders, parts.blobs, parts.targets, parts.rows, request.request_id
         )
         self.lay_out_like(queue, request, batching=view.batching)
         self.outside = bool(parts.sources or options.ranges)
@@ -329,9 +329,11 @@ class HttpTemplates:
             return False
         return self._path.start(call, template, (body, header_bytes), template.id)
 
-    def learn(self, data: Memory, header_bytes: int, options: ReplyOptions, request: InferRequest) -> None:
+    def cache_template(
+        self, data: Memory, header_bytes: int, options: ReplyOptions, request: InferRequest
+    ) -> None:
         """Cache the template of a request that `start` did not know and the general path has answered."""
-        self._templates.learn(partial(self._make, data, header_bytes, options, request))
+        self._templates.cache_template(partial(self._make, data, header_bytes, options, request))
 
     def _make(
         self, data: Memory, header_bytes: int, options: ReplyOptions, request: InferRequest
@@ -365,7 +367,7 @@ def _split_header(
         parts.blobs = [(0, parts.targets[0])]
         return parts
     given = read_infer(header).inputs
-    found = find_holes(header)
+    found = find_placeholders(header)
     if len(header) - sum(end - start for kind, start, end, _ in found if kind == "data") > MOST_TEXT_BYTES:
         return None
     targets = {name: target for target, name in enumerate(inputs)}
@@ -384,12 +386,16 @@ def _split_header(
     for kind, start, end, number in found:
         if parts.rows and kind in ("rows", "size"):
             continue
-        if kind == "id" and any(hole[0] == "data" for hole in parts.holes):  # one id is a template of its own
+        if kind == "id" and any(
+            placeholder[0] == "data" for placeholder in parts.placeholders
+        ):  # one id is a template of its own
             continue
         name = given[number].name if number >= 0 else ""
         unit = _unit_of(kind, parts.targets, targets.get(name, 0), inputs.get(name))
         code = inputs[name].dtype.code if name else 0
-        parts.holes.append(("rows" if kind == "size" else kind, start, end, unit, targets.get(name, 0), code))
+        parts.placeholders.append(
+            ("rows" if kind == "size" else kind, start, end, unit, targets.get(name, 0), code)
+        )
     return parts
 
 
@@ -548,7 +554,7 @@ class HttpInference(Inference):
     def answered(self, took_ns: int) -> None:
         fast = self._fast
         if fast is not None and fast.version is self.version and self.request is not None:
-            fast.learn(self._call.body, self._header_bytes, self.options, self.request)
+            fast.cache_template(self._call.body, self._header_bytes, self.options, self.request)
 
     def refused(self, fault: ServeError) -> None:
         headers = SUPPORTED if fault.reason is Reason.UNKNOWN_ENCODING else ()

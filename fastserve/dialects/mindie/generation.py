@@ -57,8 +57,8 @@ from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text import (
     Ending,
-    Frames,
-    Hole,
+    EventTemplate,
+    Placeholder,
     TextAsk,
     TextModel,
     TextStream,
@@ -111,12 +111,12 @@ def write_answer(ending: Ending, details: bytes) -> bytes:
 
 
 @lru_cache(maxsize=2)
-def frames_of(style: str) -> Frames:
+def frames_of(style: str) -> EventTemplate:
     """The events of all tokens but the last."""
     before, after = (b"[", b"]") if style == "list" else (b"", b"")
-    head = (b'data: {"prefill_time":', Hole.PREFILL, b',"decode_time":', Hole.DECODE)
-    token = (b',"token":{"id":' + before, Hole.ID, after + b',"text":', Hole.TEXT, b"}}\n\n")
-    return Frames((*head, *token), bare=True, strip=True)
+    head = (b'data: {"prefill_time":', Placeholder.PREFILL, b',"decode_time":', Placeholder.DECODE)
+    token = (b',"token":{"id":' + before, Placeholder.ID, after + b',"text":', Placeholder.TEXT, b"}}\n\n")
+    return EventTemplate((*head, *token), bare=True, strip=True)
 
 
 class EventWriter:
@@ -176,7 +176,7 @@ class MindieCall(ABC, Generic[Read]):
         """Return the events of tokens; none for the one that ends the sequence, which `write_last`
         writes."""
 
-    def frames(self) -> Frames | None:
+    def frames(self) -> EventTemplate | None:
         """Return the encoding of `write_tokens`, None where it does more."""
         return None
 
@@ -292,7 +292,7 @@ class InferCall(MindieCall[MindieRequest]):
     def write_tokens(self, tokens: list[Token]) -> bytes:
         return self._writer.tokens(tokens)
 
-    def frames(self) -> Frames | None:
+    def frames(self) -> EventTemplate | None:
         return self._writer.frames
 
     def write_last(self, ending: Ending, token: Token | None) -> bytes:
@@ -487,11 +487,11 @@ class TritonGenerate(TritonCall):
             self._write_event(token.text, token.index, token.ms, b"") for token in tokens if not token.finish
         )
 
-    def frames(self) -> Frames | None:
+    def frames(self) -> EventTemplate | None:
         if self.asked.details:
             return None
         before, after = self._head("").rsplit(b'""', 1)
-        return Frames((b"data:" + before, Hole.TEXT, after + b"}\n\n"), bare=True, strip=True)
+        return EventTemplate((b"data:" + before, Placeholder.TEXT, after + b"}\n\n"), bare=True, strip=True)
 
     def write_last(self, ending: Ending, token: Token | None) -> bytes:
         reason = b'"finish_reason":"%b",' % FINISH_REASON[ending.reason].encode()

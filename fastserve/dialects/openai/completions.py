@@ -44,7 +44,15 @@ from fastserve.errors import ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call
 from fastserve.serving.dialect import HttpRoute
-from fastserve.serving.text import Detokenizer, Frames, PromptFault, TextAsk, TextModel, TextStream, Token
+from fastserve.serving.text import (
+    Detokenizer,
+    EventTemplate,
+    PromptFault,
+    TextAsk,
+    TextModel,
+    TextStream,
+    Token,
+)
 from fastserve.serving.text.models import TextCall
 from fastserve.serving.text.request import check_together, count_together
 
@@ -267,7 +275,7 @@ class CompletionCall:
         told = self._service.options.openai_flavor == "mindie" and wanted.messages and not wanted.tells_usage
         return self._usage() if told and self._ended == len(self._sequences) else None
 
-    def _frames(self, index: int) -> Frames | None:
+    def _frames(self, index: int) -> EventTemplate | None:
         return None if self._answer.scored else self._answer.frames(index)
 
     def _beginning(self, sequence: ChoiceSequence) -> bytes:

@@ -18,7 +18,7 @@ import msgspec
 
 from fastserve.codec.text import Finish
 from fastserve.dialects.text_common.streams import EVENTS
-from fastserve.serving.text import Frames, Hole
+from fastserve.serving.text import EventTemplate, Placeholder
 
 _encode = msgspec.json.Encoder().encode
 _FINISH = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -107,7 +107,7 @@ class AnswerEncoder(ABC):
         """Return a chunk with more text of one choice."""
 
     @abstractmethod
-    def frames(self, index: int) -> Frames | None:
+    def frames(self, index: int) -> EventTemplate | None:
         """Return the encoding of tokens without logprobs, a chunk for each with text; None where a chunk
         depends on those before."""
 
@@ -132,7 +132,7 @@ class OpenAiWriter(AnswerEncoder):
     def __init__(self, model: str, version: object, form: AnswerForm = PLAIN) -> None:
         super().__init__(model, version, form)
         self._said: dict[int, str] | None = {} if form.full_text else None
-        self._frames: dict[int, Frames] = {}
+        self._frames: dict[int, EventTemplate] = {}
         self._head = {
             "id": self.prefix + token_hex(12),
             "object": self.whole_object,
@@ -154,13 +154,13 @@ class OpenAiWriter(AnswerEncoder):
             self._said[index] = self._said.get(index, "") + text
         return self._chunk(index, self._delta(text), b"null", scored)
 
-    def frames(self, index: int) -> Frames | None:
+    def frames(self, index: int) -> EventTemplate | None:
         if self._said is not None:
             return None
         frames = self._frames.get(index)
         if frames is None:
             before, after = self._chunk(index, self._delta(""), b"null", ()).rsplit(b'""', 1)
-            frames = self._frames[index] = Frames((before, Hole.TEXT, after), skip_empty=True)
+            frames = self._frames[index] = EventTemplate((before, Placeholder.TEXT, after), skip_empty=True)
         return frames
 
     def last(self, index: int, finish: str, usage: TokenUsage | None = None) -> bytes:

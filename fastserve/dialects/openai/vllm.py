@@ -34,7 +34,7 @@ from fastserve.dialects.text_common.routes import BodyUse
 from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import ServeError
 from fastserve.net.limits import JSON
-from fastserve.serving.text import Frames, Hole
+from fastserve.serving.text import EventTemplate, Placeholder
 
 _encode = msgspec.json.Encoder().encode
 
@@ -66,9 +66,9 @@ def read_vllm(data: bytes | bytearray, max_stops: int) -> CompletionTask:
 
 
 @cache
-def frames_of(index: int) -> Frames:
+def frames_of(index: int) -> EventTemplate:
     """Pieces of one of the texts of an answer; the places of the others are empty."""
-    return Frames((b'{"text":[' + b'"",' * index, Hole.TEXT, b"]}\0"), skip_empty=True)
+    return EventTemplate((b'{"text":[' + b'"",' * index, Placeholder.TEXT, b"]}\0"), skip_empty=True)
 
 
 class VllmWriter(AnswerEncoder):
@@ -87,7 +87,7 @@ class VllmWriter(AnswerEncoder):
         """Return the new text of one sequence; the items of the others are empty."""
         return _encode({"text": [""] * index + [text]}) + b"\0"
 
-    def frames(self, index: int) -> Frames:
+    def frames(self, index: int) -> EventTemplate:
         return frames_of(index)
 
     def last(self, index: int, finish: str, usage: TokenUsage | None = None) -> bytes:

@@ -40,7 +40,7 @@ from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.request import Call, ReplyStream
 from fastserve.serving.exchange import internal_error
-from fastserve.serving.text import Ending, Frames, TextModel, TextStream, Token, stream_to, together
+from fastserve.serving.text import Ending, EventTemplate, TextModel, TextStream, Token, stream_to, together
 from fastserve.settings import TextgenOptions
 
 EVENTS = b"text/event-stream"
@@ -90,7 +90,7 @@ class EventStream:
         await self._begin().write(data)
 
     async def stream_to(
-        self, stream: TextStream, write: Callable[[list[Token]], bytes], frames: Frames | None = None
+        self, stream: TextStream, write: Callable[[list[Token]], bytes], frames: EventTemplate | None = None
     ) -> Ending:
         """Send the tokens of a sequence as `write` encodes them, and return its ending. Raises as `write`
         does. `frames`: see serving.text.stream_to."""
@@ -104,7 +104,7 @@ class EventStream:
     async def _keep_alive(self) -> None:
         with contextlib.suppress(ConnectionResetError, RuntimeError):  # gone, or closed meanwhile
             while True:
-                last_ns = max([self._wrote_ns, *[stream.heard_ns for stream in self._poured]])
+                last_ns = max([self._wrote_ns, *[stream.taken_ns for stream in self._poured]])
                 left = self._every - (monotonic_ns() - last_ns) / 1e9
                 if left <= 0:
                     await self.write(COMMENT)
@@ -152,7 +152,7 @@ class TimedWork(Protocol):
     """Work that a RequestTimeout cancels."""
 
     @property
-    def heard_ns(self) -> int:
+    def taken_ns(self) -> int:
         """The time of the last progress, 0 before the first."""
 
     def cancel(self) -> None: ...
@@ -192,7 +192,7 @@ class RequestTimeout:
 
     def _look(self) -> None:
         now = monotonic()
-        until = min(self._end, max(self._began, self._stream.heard_ns / 1e9) + self._between)
+        until = min(self._end, max(self._began, self._stream.taken_ns / 1e9) + self._between)
         if now < until:  # one timer a request
             self._timer = asyncio.get_running_loop().call_later(until - now + 0.001, self._look)
             return
@@ -233,9 +233,9 @@ class SequenceGroup:
         self._held.close()
 
     @property
-    def heard_ns(self) -> int:
+    def taken_ns(self) -> int:
         """The time of the last progress of any sequence."""
-        return max(stream.heard_ns for stream in self.streams)
+        return max(stream.taken_ns for stream in self.streams)
 
     def cancel(self) -> None:
         for stream in self.streams:
@@ -264,7 +264,9 @@ class SequenceGroup:
             if stream.ending is not None and not stream.ending.token_ids:
                 self._check(stream)
 
-    async def stream_to(self, out: EventStream, write: Write, frames: Callable[[int], Frames | None]) -> None:
+    async def stream_to(
+        self, out: EventStream, write: Write, frames: Callable[[int], EventTemplate | None]
+    ) -> None:
         """Write the tokens of all sequences to their ends; the first failure ends the others. `frames` of an
         index are the encoding of plain tokens, where `write` does nothing else."""
         if len(self.streams) == 1:
@@ -279,7 +281,9 @@ class SequenceGroup:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _stream_to(self, out: EventStream, write: Write, index: int, frames: Frames | None) -> None:
+    async def _stream_to(
+        self, out: EventStream, write: Write, index: int, frames: EventTemplate | None
+    ) -> None:
         await out.stream_to(self.streams[index], partial(write, index), frames)
         self._check(self.streams[index])
 

@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from fastserve._ext.proto_outline import DATA, LEAD, First, Outline, Scheme
+from fastserve._ext.message_skeleton import DATA, LEAD, First, Scheme, Skeleton
 from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.slab import blank_bytes
 from fastserve._ext.tensor_proto import (
@@ -160,21 +160,21 @@ def outcome_of(service: TFServingService, model: str) -> Outcome:
 
 
 def find_sources(
-    outline: Outline, message: PredictMessage, signature: Signature, inputs: Mapping[str, Tensor]
+    skeleton: Skeleton, message: PredictMessage, signature: Signature, inputs: Mapping[str, Tensor]
 ) -> dict[str, FieldSource] | None:
     """Return the field of each input, by the model's names; None where an input has not exactly one."""
     if message.sent != len(message.inputs):
         return None
-    if [owner for owner, _ in outline.fields] != list(range(message.sent)):
+    if [owner for owner, _ in skeleton.fields] != list(range(message.sent)):
         return None
     sources = {}
-    for hole, (alias, (_, field)) in enumerate(zip(message.inputs, outline.fields, strict=True)):
+    for placeholder, (alias, (_, field)) in enumerate(zip(message.inputs, skeleton.fields, strict=True)):
         name = signature.input_names[alias]
         dtype = inputs[name].dtype
         if field not in (CONTENT_FIELD, VALUE_FIELD[dtype.code]):
             return None
         varints = field != CONTENT_FIELD and IS_VARINT[dtype.code]
-        sources[name] = FieldSource.of(hole, dtype, varints=varints)
+        sources[name] = FieldSource.of(placeholder, dtype, varints=varints)
     return sources if len(sources) == message.sent else None
 
 
@@ -229,7 +229,7 @@ class PredictRpcRequest(SlowRequest):
     ) -> None:
         self.service, self._exchange, self._rpc, self._fast = service, exchange, rpc, fast
         self._data = data
-        self._outline: Outline | None = fast.read(data)
+        self._skeleton: Skeleton | None = fast.read(data)
         self._model = ""
 
     async def read(self) -> InferRequest:
@@ -259,17 +259,17 @@ class PredictRpcRequest(SlowRequest):
 
     def answered(self, took_ns: int) -> None:
         self.service.observe(self._model, API, took_ns, self.ran_ns, "GRPC")
-        outline, message, signature = self._outline, self._message, self._signature
-        if outline is None:
+        skeleton, message, signature = self._skeleton, self._message, self._signature
+        if skeleton is None:
             return
 
         def prepare() -> tuple[PredictTemplate, dict[str, FieldSource]] | None:
-            sources = find_sources(outline, message, signature, self._request.inputs)
+            sources = find_sources(skeleton, message, signature, self._request.inputs)
             head = PredictTemplate(self.service, message, self.version, signature, self._aliases)
             return None if sources is None else (head, sources)
 
         outcome = outcome_of(self.service, self.version.model)
-        self._fast.learn(outline, self.version, self._request, outcome, prepare)
+        self._fast.cache_template(skeleton, self.version, self._request, outcome, prepare)
 
     def refused(self, fault: ServeError) -> None:
         self._exchange.refuse(refuse_rpc(self.service, self._exchange, self._model, fault))

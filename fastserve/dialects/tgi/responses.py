@@ -14,7 +14,7 @@ import msgspec
 from fastserve.codec.text import Finish
 from fastserve.dialects.text_common import mindie
 from fastserve.errors import Kind, Reason, ServeError
-from fastserve.serving.text import Ending, Frames, Hole, TextStream, Token
+from fastserve.serving.text import Ending, EventTemplate, Placeholder, TextStream, Token
 
 _encode = msgspec.json.Encoder().encode
 FINISH = {Finish.EOS: "eos_token", Finish.LENGTH: "length", Finish.STOP: "stop_sequence"}
@@ -78,17 +78,24 @@ class Generated:
 
 OPEN = b'"generated_text":null,"details":null'
 """Keys of an event before the last."""
-FRAMES = Frames(
+FRAMES = EventTemplate(
     (
-        *(b'data:{"index":', Hole.NUMBER, b',"token":{"id":', Hole.ID, b',"text":', Hole.TEXT),
-        *(b',"logprob":', Hole.LOGPROB, b',"special":', Hole.SPECIAL, b"}," + OPEN + b"}\n\n"),
+        *(
+            b'data:{"index":',
+            Placeholder.NUMBER,
+            b',"token":{"id":',
+            Placeholder.ID,
+            b',"text":',
+            Placeholder.TEXT,
+        ),
+        *(b',"logprob":', Placeholder.LOGPROB, b',"special":', Placeholder.SPECIAL, b"}," + OPEN + b"}\n\n"),
     ),
     bare=True,
 )
 MINDIE_FRAMES = {
-    in_list: Frames(
+    in_list: EventTemplate(
         (
-            *(b'data: {"token":{"id":' + before, Hole.ID, after + b',"text":', Hole.TEXT),
+            *(b'data: {"token":{"id":' + before, Placeholder.ID, after + b',"text":', Placeholder.TEXT),
             b',"logprob":null,"special":null},' + OPEN + b"}\n\n",
         ),
         bare=True,
@@ -132,7 +139,7 @@ class TgiWriter:
         return told
 
     @property
-    def frames(self) -> Frames | None:
+    def frames(self) -> EventTemplate | None:
         """The encoding of plain tokens, None where events have more."""
         return None if self._top_tokens else self._frames
 

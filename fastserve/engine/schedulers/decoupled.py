@@ -4,8 +4,8 @@
                            |_ count_part: the worker may send one more
 
 A part counts as read when it is taken here, so a stalled reader stops its model after WINDOW_PARTS. It may
-do so only while no other request waits for the model (`Backlog`). The place stays the worker's until its
-batch is done: leaving early drops it, which the model can see; a worker's death fails it like any place.
+do so only while no other request waits for the model (`Backlog`). The lease stays the worker's until its
+batch is done: leaving early drops it, which the model can see; a worker's death fails it like any lease.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
-from fastserve._ext.fast_path import Pending
+from fastserve._ext.fast_path import Ticket
 from fastserve.engine.arena_io import ArenaIO, inputs_bytes, read_answer
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of, first_responses
@@ -50,8 +50,8 @@ class Backlog:
     Time counts while the reader is behind, by WINDOW_PARTS or by the queue's memory, and other requests wait
     for what it holds: for the instance until `execute` has returned, for a slot or memory at any time."""
 
-    def __init__(self, queue: BatchQueue, place: int, unread: Callable[[], int]) -> None:
-        self._queue, self._slot, self._unread = queue, place >> 16, unread
+    def __init__(self, queue: BatchQueue, lease: int, unread: Callable[[], int]) -> None:
+        self._queue, self._slot, self._unread = queue, lease >> 16, unread
         self._standing_ns = 0
         self._most = self._taken = self._taken_bytes = self._largest = 0  # the first two since the last look
         self._looked_ns = self._turned_away = 0
@@ -115,10 +115,10 @@ class Backlog:
 
 
 class PartReader:
-    """Reader of the parts of one answer. The context of its pending."""
+    """Reader of the parts of one answer. The context of its ticket."""
 
-    def __init__(self, queue: BatchQueue, place: int, version: Version) -> None:
-        self._queue, self._place = queue, place
+    def __init__(self, queue: BatchQueue, lease: int, version: Version) -> None:
+        self._queue, self._lease = queue, lease
         self._counters, self._first, self._asked_ns = (
             counters_of(version),
             first_responses(version),
@@ -127,23 +127,23 @@ class PartReader:
         self._read = 0  # parts taken
         self._last_ns = 0  # when the last one came
         self._came: deque[Part] = deque()
-        self._backlog = Backlog(queue, place, self._came.__len__)
-        self._pending: Pending | None = None
+        self._backlog = Backlog(queue, lease, self._came.__len__)
+        self._ticket: Ticket | None = None
         self._ended = False  # the last part has come
-        self._over = False  # the place is no longer ours
+        self._over = False  # the lease is no longer ours
         self._error: ServeError | None = None
         self._news: asyncio.Future[None] | None = None
 
-    def submitted(self, pending: Pending) -> None:
-        """Note the pending whose parts these are."""
-        self._pending = pending
+    def submitted(self, ticket: Ticket) -> None:
+        """Note the ticket whose parts these are."""
+        self._ticket = ticket
 
     def part(self, offset: int, nbytes: int, final: bool) -> None:
         """Take one part from the queue, and its slab with it."""
         now_ns = time.monotonic_ns()
         if not self._last_ns:
             self._first.observe((now_ns - self._asked_ns) / 1e6)
-        before_ns = self._last_ns or self._queue.ring.times_ns(self._place >> 16)[2] or now_ns
+        before_ns = self._last_ns or self._queue.ring.times_ns(self._lease >> 16)[2] or now_ns
         self._last_ns = now_ns
         self._came.append((offset, nbytes, final, now_ns - before_ns))
         self._ended = self._ended or final
@@ -153,10 +153,10 @@ class PartReader:
             self._backlog.came(nbytes, self._end_slow)
         self._tell()
 
-    def done(self, pending: Pending, error: ServeError | None) -> None:
+    def done(self, ticket: Ticket, error: ServeError | None) -> None:
         """Take the end of the answer from the queue: no more parts follow."""
         if error is None:
-            self._queue.release(pending)
+            self._queue.release(ticket)
         self._backlog.close()
         self._over = True
         self._error = None if self._ended else error
@@ -173,7 +173,7 @@ class PartReader:
             await self._news
         part = self._came.popleft()
         if not self._over:
-            self._queue.ring.count_part(self._place)
+            self._queue.ring.count_part(self._lease)
         self._read += 1
         self._backlog.taken(part[1])
         if not part[0]:
@@ -187,20 +187,20 @@ class PartReader:
             took.add(part[3])
         counts.compute_output.add(0)
 
-    def close(self, pending: Pending) -> None:
+    def close(self, ticket: Ticket) -> None:
         """Stop reading: return unread parts, and cancel the request if it still runs."""
         self._backlog.close()
         self._forget()
         if not self._over and not self._ended:
             now_ns = time.monotonic_ns()
             self._counters.response(self._read).cancel.add(now_ns - (self._last_ns or now_ns))
-            self._queue.cancel(pending)
+            self._queue.cancel(ticket)
 
     def _end_slow(self) -> None:
         """End a slow reader with an error and cancel its request, which the model can see."""
-        assert self._pending is not None
+        assert self._ticket is not None
         text = TOO_SLOW.format(len(self._came), STALL_LIMIT_S, CREDIT_BYTES_PER_S)
-        self.close(self._pending)
+        self.close(self._ticket)
         self._error, self._over = ServeError(Kind.RESOURCE_EXHAUSTED, text), True
         self._tell()
 
@@ -208,7 +208,7 @@ class PartReader:
         while self._came:
             offset = self._came.popleft()[0]
             if offset:
-                self._queue.ring.return_lease(offset)
+                self._queue.ring.free_slab(offset)
 
     def _tell(self) -> None:
         if self._news is not None and not self._news.done():
@@ -220,12 +220,12 @@ async def stream_on_queue(
 ) -> AsyncGenerator[InferResponse, None]:
     """Run one request directly on a decoupled queue; see `Engine.stream`."""
     rows = max(check_inputs(version, request.inputs), 1)
-    place = await queue.reserve(_fitting(queue, rows), request.deadline_ns)
-    write = partial(ArenaIO(queue).write_inputs, place, rows, request.inputs, request)
-    await queue.fill(place, rows, inputs_bytes(request.inputs), write)
-    parts = PartReader(queue, place, version)
-    pending = queue.submit(place, rows, parts.done, request.deadline_ns, parts)
-    parts.submitted(pending)
+    lease = await queue.reserve(_fitting(queue, rows), request.deadline_ns)
+    write = partial(ArenaIO(queue).write_inputs, lease, rows, request.inputs, request)
+    await queue.fill(lease, rows, inputs_bytes(request.inputs), write)
+    parts = PartReader(queue, lease, version)
+    ticket = queue.submit(lease, rows, parts.done, request.deadline_ns, parts)
+    parts.submitted(ticket)
     try:
         while (part := await parts.next()) is not None:
             if part[0]:
@@ -233,7 +233,7 @@ async def stream_on_queue(
                 parts.count(part, failed=response.error is not None)
                 yield response
     finally:
-        parts.close(pending)
+        parts.close(ticket)
 
 
 def _fitting(queue: BatchQueue, rows: int) -> int:
@@ -246,11 +246,11 @@ def _response(queue: BatchQueue, offset: int, nbytes: int, final: bool) -> Infer
     try:
         (outputs, parameters, repeated), error = read_answer(queue, offset, nbytes)
     except BaseException:
-        queue.ring.return_lease(offset)
+        queue.ring.free_slab(offset)
         raise
     response = InferResponse(
         outputs,
-        lambda: queue.ring.return_lease(offset),
+        lambda: queue.ring.free_slab(offset),
         dict(parameters),
         final=final,
         error=error,

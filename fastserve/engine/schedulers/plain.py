@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from functools import partial
 
-from fastserve._ext.fast_path import Pending
+from fastserve._ext.fast_path import Ticket
 from fastserve.engine.arena_io import ArenaIO, choose, inputs_bytes, join_parts
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.engine import Engine, Scheduler
@@ -23,7 +23,7 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
 from fastserve.util.offload import gather_or_cancel
 
-Answer = asyncio.Future["Pending"]
+Answer = asyncio.Future["Ticket"]
 # Of a request that is split: one piece runs and one is ready when it is done.
 PIECES_A_WORKER = 2
 MOST_BATCHES = 10_000
@@ -61,8 +61,8 @@ async def run_on_queue(queue: BatchQueue, version: Version, request: InferReques
     if queue.decoupled:
         return await only_response(stream_on_queue(queue, version, request))
     if not version.batching or rows <= queue.max_rows:
-        pending = await _run(queue, request, request.inputs, rows if version.batching else 1)
-        return _respond(queue, pending, request)
+        ticket = await _run(queue, request, request.inputs, rows if version.batching else 1)
+        return _respond(queue, ticket, request)
     _check_pieces(rows, version.config.most_rows, queue.room.piece_rows)
     return InferResponse(_wanted(await _run_split(queue, request, rows), request))
 
@@ -86,54 +86,54 @@ async def _run(
     rows: int,
     *,
     patient: bool = False,
-) -> Pending:
-    """Reserve and write one place, submit it, and return its answer."""
-    place = await queue.reserve(rows, request.deadline_ns, patient=patient)
-    write = partial(ArenaIO(queue).write_inputs, place, rows, inputs, request)
-    await queue.fill(place, rows, inputs_bytes(inputs), write)
-    answer, pending = submit_written(queue, request, rows, place)
+) -> Ticket:
+    """Reserve and write one lease, submit it, and return its answer."""
+    lease = await queue.reserve(rows, request.deadline_ns, patient=patient)
+    write = partial(ArenaIO(queue).write_inputs, lease, rows, inputs, request)
+    await queue.fill(lease, rows, inputs_bytes(inputs), write)
+    answer, ticket = submit_written(queue, request, rows, lease)
     try:
         return await answer
     except asyncio.CancelledError:
-        queue.cancel(pending)
+        queue.cancel(ticket)
         if answer.done() and not answer.cancelled() and answer.exception() is None:
-            queue.release(pending)
+            queue.release(ticket)
         raise
     finally:
         del answer  # else an error, this frame in its traceback, and the answer that holds it are a circle
 
 
-def submit_written(queue: BatchQueue, request: InferRequest, rows: int, place: int) -> tuple[Answer, Pending]:
-    """Submit a written place. The future's result is the pending, which the caller releases."""
+def submit_written(queue: BatchQueue, request: InferRequest, rows: int, lease: int) -> tuple[Answer, Ticket]:
+    """Submit a written lease. The future's result is the ticket, which the caller releases."""
     answer: Answer = asyncio.get_running_loop().create_future()
 
-    def done(pending: Pending, error: ServeError | None) -> None:
+    def done(ticket: Ticket, error: ServeError | None) -> None:
         if answer.cancelled():  # cancelled in the very turn the answer came
             if error is None:
-                queue.release(pending)
+                queue.release(ticket)
         elif error is None:
-            answer.set_result(pending)
+            answer.set_result(ticket)
         else:
             answer.set_exception(error)
 
     try:
-        return answer, queue.submit(place, rows, done, request.deadline_ns)
+        return answer, queue.submit(lease, rows, done, request.deadline_ns)
     except BaseException:
-        queue.abandon(place, rows)
+        queue.abandon(lease, rows)
         raise
 
 
-def _respond(queue: BatchQueue, pending: Pending, request: InferRequest) -> InferResponse:
+def _respond(queue: BatchQueue, ticket: Ticket, request: InferRequest) -> InferResponse:
     if request.times is not None:
-        request.times.extend(queue.ring.times_ns(pending.place >> 16))
+        request.times.extend(queue.ring.times_ns(ticket.lease >> 16))
     try:
-        outputs, parameters, repeated = ArenaIO(queue).read(pending.place, pending.rows)
+        outputs, parameters, repeated = ArenaIO(queue).read(ticket.lease, ticket.rows)
         mine = outputs if queue.requests else _wanted(outputs, request)  # whole requests say what they want
     except BaseException:
-        queue.release(pending)
+        queue.release(ticket)
         raise
     told = repeated if queue.requests else ()
-    return InferResponse(mine, partial(queue.release, pending), dict(parameters), repeated=told)
+    return InferResponse(mine, partial(queue.release, ticket), dict(parameters), repeated=told)
 
 
 async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dict[str, Tensor]:
@@ -147,8 +147,8 @@ async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dic
     async def run_one(start: int, *, patient: bool) -> None:
         take = min(most, rows - start)
         inputs = slices.take(start, take)  # in order: pieces are begun in that of their rows
-        pending = await _run(queue, request, inputs, take, patient=patient)
-        parts[start] = _copy_out(queue, pending)
+        ticket = await _run(queue, request, inputs, take, patient=patient)
+        parts[start] = _copy_out(queue, ticket)
 
     async def run_on() -> None:
         for start in starts:
@@ -159,12 +159,12 @@ async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dic
     return join_parts([parts[start] for start in sorted(parts)])
 
 
-def _copy_out(queue: BatchQueue, pending: Pending) -> dict[str, Tensor]:
+def _copy_out(queue: BatchQueue, ticket: Ticket) -> dict[str, Tensor]:
     try:
-        outputs, _, _ = ArenaIO(queue).read(pending.place, pending.rows)
+        outputs, _, _ = ArenaIO(queue).read(ticket.lease, ticket.rows)
         return {n: Tensor(t.dtype, t.shape, bytes(t.data)) for n, t in outputs.items()}
     finally:
-        queue.release(pending)
+        queue.release(ticket)
 
 
 def _wanted(outputs: dict[str, Tensor], request: InferRequest) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from fastserve.engine.batch_queue import BatchQueue, QueueMeters, Specs
+from fastserve.engine.batch_queue import BatchQueue, QueueMetrics, Specs
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Scheduler
 from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
@@ -116,10 +116,10 @@ class Schedule:
         return simple_scheduler(queues[0])
 
 
-def open_queue(arena: Arena, front: int, inputs: Specs, outputs: Specs, meters: QueueMeters) -> BatchQueue:
+def open_queue(arena: Arena, front: int, inputs: Specs, outputs: Specs, metrics: QueueMetrics) -> BatchQueue:
     """Open the queue of an arena, of the class that fits it, on the running loop."""
     kind = TextQueue if arena.geometry.window else BatchQueue
-    queue = kind(arena, front, inputs, outputs, meters)
+    queue = kind(arena, front, inputs, outputs, metrics)
     queue.open()
     return queue
 

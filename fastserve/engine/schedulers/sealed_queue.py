@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from fastserve._ext.fast_path import Pending
+from fastserve._ext.fast_path import Ticket
 from fastserve.engine.arena_io import ArenaIO, inputs_bytes
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.schedulers.plain import submit_written
@@ -24,7 +24,7 @@ from fastserve.util.offload import OFFLOAD_BYTES, run_through
 
 log = logging.getLogger(__name__)
 
-NOBODY = -1  # `queued_ns` of a row that fills a place in its batch and is counted nowhere
+NOBODY = -1  # `queued_ns` of a row that fills a gap in its batch and is counted nowhere
 NEVER_US = 1 << 50  # times 1000 it still fits the arena's nanoseconds
 
 
@@ -90,39 +90,39 @@ class SealedQueue:
 
     def send(self, members: Sequence[BatchMember], finished: Callable[[], None]) -> None:
         batch = SealedBatch(members, finished)
-        place = self.queue.ring.reserve(members[0].rows)
-        if place >= 0:
-            self._fill(batch, place)
+        lease = self.queue.ring.reserve(members[0].rows)
+        if lease >= 0:
+            self._fill(batch, lease)
         else:
             self.queue.room.stand(members[0].rows, partial(self._fill, batch))
 
     def full(self) -> ServeError:
-        self.queue.meters.rejected("queue_rows")  # in the statistics the queue's own scheduler counts it
+        self.queue.metrics.rejected("queue_rows")  # in the statistics the queue's own scheduler counts it
         return self.queue.too_many()
 
-    def _fill(self, batch: SealedBatch, place: int | ServeError) -> None:
-        """Write the batch, whose first member has its place; an error: there will be none."""
-        if isinstance(place, ServeError):
+    def _fill(self, batch: SealedBatch, lease: int | ServeError) -> None:
+        """Write the batch, whose first member has its lease; an error: there will be none."""
+        if isinstance(lease, ServeError):
             for member in batch.members:
-                self._fail(batch, member, place)
+                self._fail(batch, member, lease)
             return
-        for member, at in zip(batch.members, self._reserve(batch.members, place), strict=True):
+        for member, at in zip(batch.members, self._reserve(batch.members, lease), strict=True):
             if at < 0:
                 self._fail(batch, member, self.full())
             else:
                 self._begin(batch, member, at)
 
-    def _reserve(self, members: Sequence[BatchMember], place: int) -> list[int]:
-        """Their places, sealed before the first is written: no other batch comes between, however long that
+    def _reserve(self, members: Sequence[BatchMember], lease: int) -> list[int]:
+        """Their leases, sealed before the first is written: no other batch comes between, however long that
         takes. Negative from the first on that finds none: the rest would be in rows that are not theirs."""
-        places = [place]
+        leases = [lease]
         for member in members[1:]:
-            places.append(self.queue.ring.reserve(member.rows, True) if places[-1] >= 0 else places[-1])
-        self.queue.ring.seal(max(places))
-        return places
+            leases.append(self.queue.ring.reserve(member.rows, True) if leases[-1] >= 0 else leases[-1])
+        self.queue.ring.seal(max(leases))
+        return leases
 
     def _begin(self, batch: SealedBatch, member: BatchMember, at: int) -> None:
-        """Fill the member's place: now when its inputs are small, else in a task that offloads the copy."""
+        """Fill the member's lease: now when its inputs are small, else in a task that offloads the copy."""
         queue, nbytes = self.queue, inputs_bytes(member.inputs)
         write = partial(self._io.write_inputs, at, member.rows, member.inputs, member.request)
         filling = self._fill_one(batch, member, at, queue.fill(at, member.rows, nbytes, write))
@@ -150,7 +150,7 @@ class SealedQueue:
 
     def _submit(self, batch: SealedBatch, member: BatchMember, at: int) -> None:
         queue = self.queue
-        answer, pending = submit_written(queue, member.request, member.rows, at)
+        answer, ticket = submit_written(queue, member.request, member.rows, at)
 
         def settle(_: object) -> None:
             if answer.cancelled():
@@ -163,7 +163,7 @@ class SealedQueue:
                 batch.end(member, None, error if isinstance(error, ServeError) else _internal())
 
         def cancel() -> None:
-            queue.cancel(pending)
+            queue.cancel(ticket)
             if not answer.done():
                 answer.cancel()
 
@@ -174,16 +174,16 @@ class SealedQueue:
         if member.queued_ns:
             queue.ring.backdate(at, max(member.queued_ns, 0))
 
-    def _read(self, member: BatchMember, pending: Pending) -> tuple[MemberAnswer | None, ServeError | None]:
+    def _read(self, member: BatchMember, ticket: Ticket) -> tuple[MemberAnswer | None, ServeError | None]:
         queue = self.queue
         try:
             if member.request.times is not None:
-                member.request.times.extend(queue.ring.times_ns(pending.place >> 16))
-            outputs, parameters, repeated = self._io.read(pending.place, pending.rows)
+                member.request.times.extend(queue.ring.times_ns(ticket.lease >> 16))
+            outputs, parameters, repeated = self._io.read(ticket.lease, ticket.rows)
         except Exception as error:
-            queue.release(pending)
+            queue.release(ticket)
             return None, error if isinstance(error, ServeError) else _internal()
-        return MemberAnswer(outputs, partial(queue.release, pending), parameters, repeated), None
+        return MemberAnswer(outputs, partial(queue.release, ticket), parameters, repeated), None
 
 
 class SealedBatch:

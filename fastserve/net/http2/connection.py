@@ -2,7 +2,7 @@
 stream.StreamService.
 
     socket --> FrameReader --> streams: heads, bodies --> StreamService --> Sending --> socket
-                   |--> SETTINGS, PING, GOAWAY, windows of the connection, glitches, the end
+                   |--> SETTINGS, PING, GOAWAY, windows of the connection, abuse budget, the end
 
     frame of a stream that is   here             closed            reset by us, too early   not begun yet
     HEADERS                     trailers         STREAM_CLOSED     read and dropped         a request
@@ -30,9 +30,9 @@ from fastserve._ext.http2_path import Http2Path
 from fastserve.errors import ServeError
 from fastserve.net.callback_guard import Peered, guarded
 from fastserve.net.half_closed import HalfClosedTransport
-from fastserve.net.http2 import glitches, settings
+from fastserve.net.http2 import abuse_budget, settings
+from fastserve.net.http2.abuse_budget import RAPID_RESET, FrameBacklog, FrameEvent, drop_rapid_resets
 from fastserve.net.http2.flow_control import Sending, WindowTuner
-from fastserve.net.http2.glitches import RAPID_RESET, FrameBacklog, FrameEvent, drop_rapid_resets
 from fastserve.net.http2.headers import Fields, check_fields
 from fastserve.net.http2.settings import (
     ANSWER_S,
@@ -88,7 +88,7 @@ MOST_QUEUED_BYTES = 64 << 20  # of replies that the client does not take, beyond
 ACK = 1
 QUANTUM_BYTES = 1 << 16  # in which requests of a connection are charged: most are not, each by itself
 LOW_WINDOW = CONNECTION_WINDOW // 2  # from which the client is given back what it has sent
-TERMS = glitches.BURST, glitches.A_TURN, glitches.ANSWERED, WHOLE, DONE, Http2Stream
+TERMS = abuse_budget.BURST, abuse_budget.A_TURN, abuse_budget.ANSWERED, WHOLE, DONE, Http2Stream
 _U32 = struct.Struct(">I")
 _LAST_AND_CODE = struct.Struct(">II")
 
@@ -207,12 +207,12 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             self.backlog.add(self._scratch, nbytes)
             return
         self._credit -= nbytes
-        if self._credit < CONNECTION_WINDOW - glitches.LINGER_BYTES:
+        if self._credit < CONNECTION_WINDOW - abuse_budget.LINGER_BYTES:
             self.abort()
 
     def _control(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
         if kind == kinds.WINDOW_UPDATE:
-            self.spend(glitches.UPDATE)
+            self.spend(abuse_budget.UPDATE)
             if number:
                 self._take_window_update(number, value)
             else:
@@ -231,11 +231,11 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
                 raise ConnectionFault(ErrorCode(value), payload)
             self._fail_frame(number, ErrorCode(value))
         else:  # PRIORITY, GOAWAY, and unknown kinds
-            self.spend(glitches.UNKNOWN)
+            self.spend(abuse_budget.UNKNOWN)
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
         if flags & ACK:
-            self.spend(0 if self._settings_due else glitches.UNASKED)
+            self.spend(0 if self._settings_due else abuse_budget.UNASKED)
             self._settings_due = False
             return
         self.spend(settings.cost(payload))
@@ -261,12 +261,12 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     def _ping(self, flags: int, payload: bytes) -> None:
         if not flags & ACK:
-            self.spend(glitches.PING, glitches.TOO_MANY_PINGS)
+            self.spend(abuse_budget.PING, abuse_budget.TOO_MANY_PINGS)
             self.answer(frame(kinds.PING, ACK, 0, payload))
         elif payload == DRAIN and self._leaving == 1:
             self._stop_streams()
         else:
-            self.spend(glitches.UNASKED)
+            self.spend(abuse_budget.UNASKED)
 
     # ---- requests
 
@@ -321,10 +321,10 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             if own_parent:
                 raise malformed("the stream depends on itself")
         except StreamFault as fault:
-            self._refuse_stream(number, state, fault.code, glitches.MALFORMED)
+            self._refuse_stream(number, state, fault.code, abuse_budget.MALFORMED)
             return None
         if number > self._stop or len(self.streams) >= self._most or self._is_choked():
-            self._refuse_stream(number, state, ErrorCode.REFUSED_STREAM, glitches.REFUSED)
+            self._refuse_stream(number, state, ErrorCode.REFUSED_STREAM, abuse_budget.REFUSED)
             return None
         stream = self.streams[number] = Http2Stream(self, number, head, state)
         return stream
@@ -336,7 +336,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     def _refuse_length(self, number: int) -> None:
         """Refuse a whole request whose body does not have its content-length."""
-        self._refuse_stream(number, WHOLE, ErrorCode.PROTOCOL_ERROR, glitches.MALFORMED)
+        self._refuse_stream(number, WHOLE, ErrorCode.PROTOCOL_ERROR, abuse_budget.MALFORMED)
 
     def _read_head(self, block: bytes) -> RequestHead:
         generation = self._generation
@@ -362,7 +362,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         except HpackFault as fault:
             if fault.code != Fault.LIST_TOO_LARGE:
                 raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a header block cannot be read") from None
-            self.spend(glitches.BOMB)
+            self.spend(abuse_budget.BOMB)
             raise
         finally:
             if self._decoder.generation != self._generation:
@@ -416,7 +416,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         elif size:
             stream.service.data(stream, piece)
         elif not ends:
-            self.spend(glitches.EMPTY)
+            self.spend(abuse_budget.EMPTY)
         if ends and not stream.closed:
             self._complete(stream)
 
@@ -442,7 +442,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             self._fail_stream(stream, fault)
 
     def _fail_stream(self, stream: Http2Stream, fault: StreamFault) -> None:
-        self.spend(glitches.BROKEN)
+        self.spend(abuse_budget.BROKEN)
         if not stream.closed:
             service = stream.service
             self.reset(stream, fault.code)
@@ -462,7 +462,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         if stream is None:
             self._check_begun(number)
             return
-        self.spend(glitches.RESET)
+        self.spend(abuse_budget.RESET)
         self._drop_stream(stream)
         stream.service.gone(stream)
         self.look_for_end()
@@ -602,7 +602,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     def _check_late(self, number: int, what: str) -> None:
         """Raise ConnectionFault unless the client may not have known that the stream is closed."""
         if self._cut is not None and number in self._cut:
-            self.spend(glitches.LATE)
+            self.spend(abuse_budget.LATE)
             return
         skipped = self._skipped is not None and any(low < number < high for low, high in self._skipped)
         if skipped or not number & 1:
@@ -612,7 +612,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     def _check_begun(self, number: int) -> None:
         if number > self.last or not number & 1:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a frame on a stream that was not begun")
-        self.spend(glitches.LATE)
+        self.spend(abuse_budget.LATE)
 
     # ---- the memory budget
 
@@ -772,7 +772,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         """Send what a client makes the server send, however little it reads."""
         if self.sending.choked:
             self._unsent_answers += 1
-            if self._unsent_answers > glitches.MOST_UNSENT_ANSWERS:  # not raised: services come here too
+            if self._unsent_answers > abuse_budget.MOST_UNSENT_ANSWERS:  # not raised: services come here too
                 self.fail(ErrorCode.ENHANCE_YOUR_CALM, "answers wait that are not read")
                 return
         self.write(data)
@@ -806,14 +806,14 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     # ---- floods
 
     def spend(self, cost: int, what: str = "too many frames of no use") -> None:
-        """Take points off the glitch budget. Raises ConnectionFault when it is used up."""
-        self._glitch_budget -= cost
-        if self._glitch_budget < 0:
+        """Take points off the abuse budget. Raises ConnectionFault when it is used up."""
+        self._abuse_budget -= cost
+        if self._abuse_budget < 0:
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, what)
 
     def earn(self, gain: int) -> None:
-        """Give points of the glitch budget back."""
-        self._glitch_budget = min(glitches.BURST, self._glitch_budget + gain)
+        """Give points of the abuse budget back."""
+        self._abuse_budget = min(abuse_budget.BURST, self._abuse_budget + gain)
 
     # ---- the end
 
@@ -914,8 +914,8 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         limits = self.listener.limits_for(self._claim)
         if self._since_s < 0:
             self._since_s = now
-        if self._glitch_budget < glitches.BURST:
-            self.earn(glitches.PER_LOOK)
+        if self._abuse_budget < abuse_budget.BURST:
+            self.earn(abuse_budget.PER_LOOK)
         if not self.over:
             old = self._lifetime is not None and self._lifetime.look(now, self)
             if old or self.listener.draining:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fastserve._ext.http2_frames import CONTINUATION, DATA, HEADERS, frame, frame_head
 from fastserve._ext.http2_path import SendingPath
-from fastserve.net.http2 import glitches
+from fastserve.net.http2 import abuse_budget
 from fastserve.net.http2.settings import FIRST_WINDOW, LEAST_FRAME_BYTES, MOST_WINDOW
 from fastserve.net.http2.stream import ConnectionFault, ErrorCode, Http2Stream, Outbox, Piece
 
@@ -92,7 +92,7 @@ class SendingConnection(Protocol):
         """Charge the memory budget with replies that the client does not take."""
 
     def earn(self, gain: int) -> None:
-        """Give back so many points of the glitch budget."""
+        """Give back so many points of the abuse budget."""
 
     def sent_end(self, stream: Http2Stream) -> None:
         """The last byte of a reply is handed over."""
@@ -224,8 +224,8 @@ class Sending(SendingPath):
         last = outbox.ends and not pieces and not outbox.trailers
         connection = self._connection
         connection.write_parts(frame_head(size, DATA, END_STREAM if last else 0, stream.id), piece)
-        if whole or size >= glitches.USEFUL_BYTES:
-            connection.earn(glitches.DATA_SENT)
+        if whole or size >= abuse_budget.USEFUL_BYTES:
+            connection.earn(abuse_budget.DATA_SENT)
         if last:
             connection.sent_end(stream)
         elif outbox.ends and not pieces:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from fastserve._ext.http2_frames import PING, frame
-from fastserve.net.http2 import glitches
+from fastserve.net.http2 import abuse_budget
 from fastserve.net.http2.stream import STREAM_WINDOW, ConnectionFault, ErrorCode
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\n"  # distinguishes HTTP/1.1; the rest of the preface is for the reader
@@ -39,7 +39,7 @@ def write_settings(streams: int, header_list_bytes: int) -> bytes:
 
 def cost(payload: bytes) -> int:
     """Return the points of a SETTINGS frame: more where it has more pairs than there are settings."""
-    return glitches.SETTINGS + len(payload) // (_PAIR.size * glitches.SETTINGS_PAIRS)
+    return abuse_budget.SETTINGS + len(payload) // (_PAIR.size * abuse_budget.SETTINGS_PAIRS)
 
 
 def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
@@ -83,21 +83,21 @@ class AgingConnection(Protocol):
 
 
 class Lifetime:
-    """Keep one connection alive by PING, and end it at its greatest age. `heard` is whether something has
+    """Keep one connection alive by PING, and end it at its greatest age. `active` is whether something has
     come since the last look.
 
     TCP notices a machine that was switched off only when something is sent, so a quiet client gets a
     PING, and is cut off without an answer. An old connection gets GOAWAY, so that its client connects
     through a load balancer anew; its streams may finish within a grace. The terms are gRPC's."""
 
-    __slots__ = ("_age_s", "_asked_s", "_born_s", "_quiet_s", "_terms", "heard")
+    __slots__ = ("_age_s", "_asked_s", "_born_s", "_quiet_s", "_terms", "active")
 
     def __init__(self, terms: Lifetimes) -> None:
         self._terms = terms
         self._age_s = terms.max_age_s * random.uniform(1 - SPREAD, 1 + SPREAD)
         # When it was first looked at; since when nothing has come; when it was asked.
         self._born_s = self._quiet_s = self._asked_s = -1.0
-        self.heard = True
+        self.active = True
 
     def look(self, now: float, connection: AgingConnection) -> bool:
         """Send a PING or cut the connection off where it is time; return whether the connection is to end."""
@@ -113,8 +113,8 @@ class Lifetime:
         return True
 
     def _ask(self, now: float, connection: AgingConnection) -> None:
-        if self.heard:
-            self.heard, self._quiet_s, self._asked_s = False, now, -1.0
+        if self.active:
+            self.active, self._quiet_s, self._asked_s = False, now, -1.0
         elif self._asked_s >= 0:
             if now - self._asked_s >= self._terms.keepalive_timeout_s:
                 connection.cut("keepalive")

@@ -13,7 +13,7 @@ Tokenizers, chat templates, bounds of prompts, detokenization, stop strings and 
 parameters and the text of refusals belong to each dialect.
 """
 
-from fastserve._ext.text_tokens import Frames, Hole, Token
+from fastserve._ext.text_tokens import EventTemplate, Placeholder, Token
 from fastserve.codec.text import Finish, Info, Sampling
 from fastserve.serving.text.models import TextModel, TextModels
 from fastserve.serving.text.request import (
@@ -33,12 +33,12 @@ __all__ = [
     "Detokenizer",
     "Embedding",
     "Ending",
+    "EventTemplate",
     "Finish",
-    "Frames",
-    "Hole",
     "Info",
     "NoTokenizer",
     "Piece",
+    "Placeholder",
     "PromptFault",
     "PromptTooLong",
     "Sampling",

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from fastserve._ext.stop_strings import StopStrings
-from fastserve._ext.text_tokens import Flow, Frames, Token, take_plain
+from fastserve._ext.text_tokens import EventTemplate, Flow, Token, take_plain
 from fastserve.codec.text import Extra, Finish, GenerationRun, Logprobs, Record, TextNote, read_extra
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, unpack_status, worker_lost
 from fastserve.serving.exchange import internal_error
@@ -114,7 +114,7 @@ class TextStream:
         self._include_stop = include_stop
         self._run: GenerationRun | None = None
         self._flow: Flow | None = None
-        self._heard_ns = 0
+        self._taken_ns = 0
         self._came: list[Token] = []
         self._records = 0  # received and not taken
         self._unread = 0  # bytes charged for them
@@ -153,9 +153,9 @@ class TextStream:
         return tokens
 
     @property
-    def heard_ns(self) -> int:
+    def taken_ns(self) -> int:
         """The time of the last record, in nanoseconds of time.monotonic_ns; 0 before the first."""
-        return self._heard_ns if self._flow is None else max(self._heard_ns, self._flow.heard_ns)
+        return self._taken_ns if self._flow is None else max(self._taken_ns, self._flow.taken_ns)
 
     @property
     def last(self) -> Token | None:
@@ -165,7 +165,9 @@ class TextStream:
         token = self._ids[-1]
         return Token(token, self._texts[-1], len(self._ids) - 1, 0, token in self._specials, Finish.NONE)
 
-    def pass_through(self, frames: Frames, reply: Any, failed: Callable[[Exception], object]) -> Flow | None:
+    def pass_through(
+        self, frames: EventTemplate, reply: Any, failed: Callable[[Exception], object]
+    ) -> Flow | None:
         """Return a Flow. While it is `open`, plain tokens go from the engine's step into the reply as
         `frames`, without a call here. None where stop strings have to be searched. Open it only while no
         earlier token waits to be taken."""
@@ -185,7 +187,7 @@ class TextStream:
 
     def end_pass_through(self) -> None:
         """End the pass-through: dropping the stream cancels its sequence again."""
-        self._heard_ns, self._flow = self.heard_ns, None
+        self._taken_ns, self._flow = self.taken_ns, None
         if self._run is not None:
             self._run.flow = None
 
@@ -235,7 +237,7 @@ class TextStream:
         """Take records of the engine, which holds this method weakly: a dropped stream gets no more."""
         if self.ending is not None:  # sent before the engine knew of the end
             return
-        self._heard_ns = monotonic_ns()
+        self._taken_ns = monotonic_ns()
         self._records += len(records)
         try:
             self._take(records)
@@ -474,7 +476,7 @@ async def stream_to(
     stream: TextStream,
     reply: ReplySink,
     write: Callable[[list[Token]], bytes],
-    frames: Frames | None = None,
+    frames: EventTemplate | None = None,
 ) -> Ending:
     """Write every token to the reply, and return the ending, which the caller writes. `write` is called
     without tokens too, where the ending has none. `frames` are the encoding of plain tokens, where `write`
@@ -522,7 +524,7 @@ class Embedding:
         note: Callable[[EncodedPrompt], TextNote],
     ) -> None:
         self._start, self._prompts, self._note = start, prompts, note
-        self.heard_ns = 0
+        self.taken_ns = 0
         """The time of the last record, in nanoseconds of time.monotonic_ns."""
         self._begun = 0  # texts
         self._runs: dict[int, GenerationRun] = {}
@@ -596,7 +598,7 @@ class Embedding:
             self._fail(fault)
         except Exception as error:  # malformed records
             self._fail(internal_error(self, error))
-        self.heard_ns = monotonic_ns()
+        self.taken_ns = monotonic_ns()
         self._news.set()
 
     def _fail(self, fault: ServeError) -> None:

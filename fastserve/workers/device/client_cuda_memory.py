@@ -1,7 +1,7 @@
 """Clients' memory on the worker's own GPU, as tensors: inputs and outputs that are in no column of the arena.
 
     lent = LentMemory(device, inputs, outputs)
-    for one in lent.read(ring, slot):            each place that brings any; a handle is opened once
+    for one in lent.read(ring, slot):            each lease that brings any; a handle is opened once
         one.inputs["x"]                          [rows, ...] on the device, read and never written
         one.outputs["y"]                         [rows, ...] on the device, where the answer goes
     lent.close(handle)                           its client has unregistered it
@@ -89,10 +89,10 @@ class ClientMemory:
         self._opened: dict[bytes, OpenHandle] = {}  # those that this worker has not closed
 
     def read(self, ring: BatchRing, slot: int) -> list[ClientRanges]:
-        """The places of a slot that bring device memory."""
+        """The leases of a slot that bring device memory."""
         return [
             self._read_place(row, rows, bytes(ring.slab(offset, nbytes)))
-            for row, rows, offset, nbytes in ring.places(slot)
+            for row, rows, offset, nbytes in ring.leases(slot)
             if offset
         ]
 
@@ -109,23 +109,23 @@ class ClientMemory:
             self.close(handle)
 
     def _read_place(self, row: int, rows: int, data: bytes) -> ClientRanges:
-        place, region = ClientRanges(row, rows), ""
+        lease, region = ClientRanges(row, rows), ""
         try:
             note = read_lent(data)
             for lents, specs, found in (
-                (note.inputs, self._inputs, place.inputs),
-                (note.outputs, self._outputs, place.outputs),
+                (note.inputs, self._inputs, lease.inputs),
+                (note.outputs, self._outputs, lease.outputs),
             ):
                 for lent in lents:
                     spec, region = specs[lent[0]], lent[-1]
                     found[spec.name] = self._tensor(lent, spec, rows)
         except OutsideError as error:
-            place.inputs, place.outputs = {}, {}
-            place.fault = invalid(OUTSIDE.format(region, error))
+            lease.inputs, lease.outputs = {}, {}
+            lease.fault = invalid(OUTSIDE.format(region, error))
         except (CudaFault, ValueError, LookupError) as error:
-            place.inputs, place.outputs = {}, {}
-            place.fault = ServeError(Kind.UNAVAILABLE, CANNOT_OPEN.format(region, error))
-        return place
+            lease.inputs, lease.outputs = {}, {}
+            lease.fault = ServeError(Kind.UNAVAILABLE, CANNOT_OPEN.format(region, error))
+        return lease
 
     def _tensor(self, lent: LentTensor, spec: TensorSpec, rows: int) -> Tensor:
         import torch
@@ -183,10 +183,10 @@ def _logged() -> Iterator[None]:
         log.warning("client memory could not be closed: %s", fault)
 
 
-def gaps(places: Iterable[Span], end: int) -> Iterator[Span]:
+def gaps(leases: Iterable[Span], end: int) -> Iterator[Span]:
     """Yield the rows below `end` that none of the spans, in order, covers."""
     at = 0
-    for first, last in places:
+    for first, last in leases:
         if first > at:
             yield at, first
         at = last

@@ -99,27 +99,27 @@ class DenseDeviceBatch:
 class DeviceDenseRunner(DeviceRunner[DenseDeviceBatch]):
     """Runs slots of an arena with columns."""
 
-    def __init__(self, place: WorkerContext, device: ComputeDevice) -> None:
-        self.lent = ClientMemory(device.name, place.backend.inputs, place.backend.outputs)
-        self.plain = RetryDenseRunner(place, self)
-        super().__init__(place, device, self.plain)
+    def __init__(self, lease: WorkerContext, device: ComputeDevice) -> None:
+        self.lent = ClientMemory(device.name, lease.backend.inputs, lease.backend.outputs)
+        self.plain = RetryDenseRunner(lease, self)
+        super().__init__(lease, device, self.plain)
         self._slots: dict[int, tuple[DeviceColumns, DeviceColumns]] = {}
         self.free_buffers: list[DeviceBuffers] = []
 
     def _load(self, slot: int) -> DenseDeviceBatch | None:
-        places = self._ring.places(slot)
-        if not places:
+        leases = self._ring.leases(slot)
+        if not leases:
             return None
         rows = self._ring.batch_rows(slot)
         padded = self.plain.pad(slot, rows)
-        lent = self._read_lent(slot) if any(place[2] for place in places) else ()
-        if len(places) == 1 and places[0][2] and not lent:
+        lent = self._read_lent(slot) if any(lease[2] for lease in leases) else ()
+        if len(leases) == 1 and leases[0][2] and not lent:
             return None  # its only request has been refused
         buffers = self.free_buffers.pop() if self.free_buffers else self._open_buffers()
         return DenseDeviceBatch(self, slot, rows, padded, buffers, lent)
 
     def _read_lent(self, slot: int) -> list[ClientRanges]:
-        """Refuse places whose memory cannot be opened, and run their rows as zeros: their columns hold data
+        """Refuse leases whose memory cannot be opened, and run their rows as zeros: their columns hold data
         of other requests."""
         found = self.lent.read(self._ring, slot)
         for one in found:
@@ -176,8 +176,8 @@ class DeviceDenseRunner(DeviceRunner[DenseDeviceBatch]):
 class RetryDenseRunner(DenseRunner):
     """Runs a batch again that failed on the device, out of its columns and into them."""
 
-    def __init__(self, place: WorkerContext, runner: DeviceDenseRunner) -> None:
-        super().__init__(place)
+    def __init__(self, lease: WorkerContext, runner: DeviceDenseRunner) -> None:
+        super().__init__(lease)
         self._runner = runner
         self._refused: set[int] = set()  # of the batch that is run again
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from fastserve.backends.frameworks.torch_tensors import as_tensor, torch_dtype
 from fastserve.backends.model_errors import is_out_of_memory
-from fastserve.workers.arrays import open_desk
+from fastserve.workers.arrays import open_slab_codec
 from fastserve.workers.device.base import ComputeDevice, Tensor
 from fastserve.workers.device.runner import DeviceRunner
-from fastserve.workers.runners import SlabPlace, SlabRunner
+from fastserve.workers.runners import SlabLease, SlabRunner
 
 if TYPE_CHECKING:
     from fastserve._ext.slab_tensors import Entry
@@ -26,7 +26,7 @@ class DeviceGroup:
     """Requests that run together, less those that were answered. `answers` are their slabs: (first row,
     offset or 0, bytes)."""
 
-    places: list[SlabPlace]
+    leases: list[SlabLease]
     inputs: dict[str, Tensor] = field(default_factory=dict)
     answers: list[tuple[int, int, int]] = field(default_factory=list)
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -36,9 +36,9 @@ class DeviceGroup:
 class SlabDeviceBatch:
     """One slot's requests."""
 
-    def __init__(self, runner: DeviceSlabRunner, slot: int, groups: list[list[SlabPlace]]) -> None:
+    def __init__(self, runner: DeviceSlabRunner, slot: int, groups: list[list[SlabLease]]) -> None:
         self.slot, self._runner = slot, runner
-        self._groups = [DeviceGroup(places) for places in groups]
+        self._groups = [DeviceGroup(leases) for leases in groups]
 
     def incoming(self) -> Iterator[tuple[Tensor, Tensor]]:
         """See DeviceBatch."""
@@ -85,17 +85,17 @@ class SlabDeviceBatch:
 
 
 class DeviceSlabRunner(DeviceRunner[SlabDeviceBatch]):
-    """Runs slots whose places carry slabs."""
+    """Runs slots whose leases carry slabs."""
 
-    def __init__(self, place: WorkerContext, device: ComputeDevice) -> None:
-        self.plain = SlabRunner(place)
-        super().__init__(place, device, self.plain)
-        self._desk = open_desk(place.arena, place.ring)
-        self._batching = int(place.config["max_batch_size"]) > 0
+    def __init__(self, lease: WorkerContext, device: ComputeDevice) -> None:
+        self.plain = SlabRunner(lease)
+        super().__init__(lease, device, self.plain)
+        self._codec = open_slab_codec(lease.arena, lease.ring)
+        self._batching = int(lease.config["max_batch_size"]) > 0
 
     def _load(self, slot: int) -> SlabDeviceBatch | None:
-        places = self.plain.read_places(slot)
-        return SlabDeviceBatch(self, slot, self.plain.groups_of(places)) if places else None
+        leases = self.plain.read_leases(slot)
+        return SlabDeviceBatch(self, slot, self.plain.groups_of(leases)) if leases else None
 
     def _run_again(self, slot: int, error: Exception, cargo: SlabDeviceBatch | None) -> None:
         """See DeviceRunner: by groups, as a model that fails is run again."""
@@ -107,7 +107,7 @@ class DeviceSlabRunner(DeviceRunner[SlabDeviceBatch]):
     def take_in(self, group: DeviceGroup) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one copy for each request's tensor, side by side on the device."""
         for name, spec in self._backend.inputs.items():
-            arrays = [(rows, arrays[name]) for _, rows, arrays in group.places if name in arrays]
+            arrays = [(rows, arrays[name]) for _, rows, arrays in group.leases if name in arrays]
             if not arrays:
                 continue
             shape = arrays[0][1].shape
@@ -125,7 +125,7 @@ class DeviceSlabRunner(DeviceRunner[SlabDeviceBatch]):
         """Run the group, and make slabs for what comes out."""
         results = self._device.run(self._backend.run_on_device, group.inputs)
         at = 0
-        for row, rows, _ in group.places:
+        for row, rows, _ in group.leases:
             mine = {n: t[at : at + rows] for n, t in results.items()} if self._batching else results
             at += rows
             yield from self._make_slab(group, row, mine)
@@ -138,11 +138,11 @@ class DeviceSlabRunner(DeviceRunner[SlabDeviceBatch]):
             (i, spec.dtype.code, tuple(results[spec.name].shape), results[spec.name].nbytes)
             for i, spec in enumerate(specs)
         ]
-        offset, size = self._desk.put(entries)
+        offset, size = self._codec.put(entries)
         group.answers.append((row, offset, size))
         if not offset:
             return
-        for number, _, _, array in self._desk.arrays(offset, size)[0]:
+        for number, _, _, array in self._codec.arrays(offset, size)[0]:
             target, source = as_tensor(array, specs[number]), results[specs[number].name]
             if not self._pinned:
                 staged = self._device.staging(tuple(target.shape), target.dtype)
@@ -154,23 +154,23 @@ class DeviceSlabRunner(DeviceRunner[SlabDeviceBatch]):
         """Return the slabs of a group that failed."""
         for _, offset, _ in group.answers:
             if offset:
-                self._ring.return_lease(offset)
+                self._ring.free_slab(offset)
         group.answers.clear()
         group.staged.clear()
 
     def answer(self, slot: int, group: DeviceGroup) -> None:
         """Answer with the slabs of a group, which have been written."""
-        while group.answers:  # each is the place's own from there on
+        while group.answers:  # each is the lease's own from there on
             row, offset, size = group.answers.pop(0)
-            group.places = [place for place in group.places if place[0] != row]
+            group.leases = [lease for lease in group.leases if lease[0] != row]
             self.plain.answer_slab(slot, row, offset, size)
 
     def answer_failed(self, slot: int, group: DeviceGroup, *, beside: bool) -> None:
         """Alone where requests may fail so; `beside`: others were on the device with it, and are gone. Raises
         DeviceLost."""
-        places, group.places = group.places, []
+        leases, group.leases = group.leases, []
         fault, group.fault = group.fault, None
-        if places and fault is not None:
+        if leases and fault is not None:
             self._device.check(fault)
             whole = self._make_room(fault) or (beside and is_out_of_memory(fault))
-            self.plain.group_failed(slot, places, fault, whole=whole)
+            self.plain.group_failed(slot, leases, fault, whole=whole)

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import pytest
 
-from fastserve._ext.proto_outline import MOST_HEAD_BYTES
+from fastserve._ext.message_skeleton import MOST_HEAD_BYTES
 from fastserve.codec.byte_formats import head_of, write_varint
 from fastserve.dialects.grps import rpcs
 from fastserve.dialects.grps.json_messages import cut_arrays, find_arrays, wants_stream
@@ -66,7 +66,7 @@ def test_what_is_kept_of_a_message_is_bounded(
     request = InferRequest({"x": Tensor(DTYPES["float32"], (2,), np.array([1, 2], "<f4").tobytes())})
     version: Any = SimpleNamespace(model="m")
     monkeypatch.setattr(rpcs, "speaks_messages", lambda version: False)
-    fast.learn(data, a_message(1.0, 2.0), request, version)
+    fast.cache_template(data, a_message(1.0, 2.0), request, version)
     assert bool(opened) is learned
 
 

@@ -67,7 +67,7 @@ def test_a_batch_whose_requests_end_apart(tmp_path):
 
 def test_a_look_at_every_place_takes_no_part_away(tmp_path, monkeypatch):
     """Others leave, and the front looks whose batches are done: of one the parts may not have been heard."""
-    hear, looking = BatchQueue._on_bell, []
+    hear, looking = BatchQueue._on_doorbell, []
 
     def look_first(queue: BatchQueue) -> None:
         if looking:
@@ -84,7 +84,7 @@ def test_a_look_at_every_place_takes_no_part_away(tmp_path, monkeypatch):
         looking.clear()
         hear(queue)
 
-    monkeypatch.setattr(BatchQueue, "_on_bell", look_first)
+    monkeypatch.setattr(BatchQueue, "_on_doorbell", look_first)
 
     async def work() -> None:
         async with serving(tmp_path, repeating()) as at:

@@ -39,7 +39,7 @@ class Watched:
 
     def write_inputs(
         self,
-        place: int,
+        lease: int,
         rows: int,
         inputs: Mapping[str, Tensor],
         request: InferRequest | None = None,
@@ -50,10 +50,10 @@ class Watched:
             assert self.waits[value].wait(60)
         if value in self.fails:
             raise RuntimeError("this one cannot be written")
-        return self.io.write_inputs(place, rows, inputs, request)
+        return self.io.write_inputs(lease, rows, inputs, request)
 
-    def read(self, place: int, rows: int) -> Any:
-        return self.io.read(place, rows)
+    def read(self, lease: int, rows: int) -> Any:
+        return self.io.read(lease, rows)
 
 
 class Sent:

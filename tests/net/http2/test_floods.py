@@ -18,7 +18,7 @@ from hyperframe.frame import (
 )
 
 from fastserve._ext.http2_frames import frame
-from fastserve.net.http2 import glitches
+from fastserve.net.http2 import abuse_budget
 from fastserve.net.http2.connection import Http2Connection
 from fastserve.net.http2.settings import CONNECTION_WINDOW
 from fastserve.net.http2.stream import STREAM_WINDOW, ErrorCode
@@ -102,7 +102,7 @@ def test_a_flood_is_told_to_calm_down(name: str) -> None:
         raw.feed(data)
         if raw.pipe.ended:
             break
-        assert sent <= glitches.BURST + 130, "it goes on"
+        assert sent <= abuse_budget.BURST + 130, "it goes on"
     goaway = raw.frames()[-1]
     assert isinstance(goaway, GoAwayFrame)
     assert ErrorCode(goaway.error_code) is ErrorCode.ENHANCE_YOUR_CALM
@@ -168,7 +168,7 @@ def test_a_client_that_works_may_do_all_of_that_for_good() -> None:
 def test_what_was_spent_comes_back_with_time() -> None:
     raw = Raw({"/held": Held()}).greet()
     for second in range(50):
-        raw.feed(PingFrame(0, opaque_data=bytes(8)).serialize() * glitches.PER_LOOK)
+        raw.feed(PingFrame(0, opaque_data=bytes(8)).serialize() * abuse_budget.PER_LOOK)
         raw.pipe.scan(float(second) / 10)
     assert not raw.pipe.ended
 

@@ -31,7 +31,7 @@ def state(raw: Raw) -> tuple[object, ...]:
     connection = raw.pipe.protocol
     assert isinstance(connection, Http2Connection)
     return (
-        connection._glitch_budget, connection._credit, connection.last, list(connection.streams),
+        connection._abuse_budget, connection._credit, connection.last, list(connection.streams),
         connection.over,
     )  # fmt: skip
 

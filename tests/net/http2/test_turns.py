@@ -11,7 +11,7 @@ from hyperframe.frame import DataFrame, GoAwayFrame, PingFrame
 
 from fastserve._ext.http2_frames import READ_EVENTS, frame
 from fastserve.net import Call
-from fastserve.net.http2 import glitches
+from fastserve.net.http2 import abuse_budget
 from fastserve.net.http2.connection import Http2Connection
 from fastserve.net.http2.exchange import SCRATCH_BYTES
 from fastserve.net.http2.stream import ErrorCode
@@ -20,8 +20,8 @@ from tests.net.http2.kit import Raw
 from tests.net.kit import Client, Held, client, echo, run, serving
 
 POST, HELD = block("/echo"), block("/held")
-PINGS = frame(PING, 0, 0, bytes(8)) * glitches.A_TURN
-DEAREST = glitches.BOMB  # of one frame
+PINGS = frame(PING, 0, 0, bytes(8)) * abuse_budget.A_TURN
+DEAREST = abuse_budget.BOMB  # of one frame
 
 
 class Counted(Raw):
@@ -58,17 +58,17 @@ def one_read(name: str) -> bytes:
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_turn_spends_no_more_than_its_share(name: str) -> None:
     counted, data = Counted(), one_read(name)
-    before, turns = counted.connection._glitch_budget, 1
+    before, turns = counted.connection._abuse_budget, 1
     counted.read(data)
     while True:
-        assert before - counted.connection._glitch_budget <= glitches.A_TURN + DEAREST
+        assert before - counted.connection._abuse_budget <= abuse_budget.A_TURN + DEAREST
         assert counted.pipe.reading is not bool(counted.row)
         if not counted.row:
             break
-        before, turns = counted.connection._glitch_budget, turns + 1
+        before, turns = counted.connection._abuse_budget, turns + 1
         counted.row.turn()
     assert counted.connection.over
-    assert turns <= 2 + 2 * glitches.BURST // glitches.A_TURN
+    assert turns <= 2 + 2 * abuse_budget.BURST // abuse_budget.A_TURN
     assert counted.connection.backlog is None
     assert counted.pipe.reading  # what the client sends on is read off
     assert isinstance(counted.frames()[-1], GoAwayFrame)

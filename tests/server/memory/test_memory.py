@@ -100,7 +100,7 @@ def test_what_a_burst_took_is_given_back(tmp_path: Path, monkeypatch: pytest.Mon
             assert held() > before + (2 << 20)
 
             def small() -> bool:
-                hosted.upkeep.give_back()
+                hosted.maintenance.give_back()
                 return held() <= before + (64 << 10)
 
             await at.until(small)

@@ -129,7 +129,7 @@ def test_warm_up_arrays_are_as_those_of_requests():
     spec = TensorSpec("x", DTYPES["float32"], (2,))
     flags: list[Any] = []
 
-    class Looks:
+    class ArenaScanner:
         inputs = {"x": spec}
         outputs: dict[str, Any] = {}
 
@@ -138,7 +138,7 @@ def test_warm_up_arrays_are_as_those_of_requests():
 
     samples = [{"inputs": {"x": "zeros"}}, {"inputs": {"x": [[1, 2]]}}]
     samples.append({"inputs": {"x": {"dims": [2], "data": "random"}}})
-    run_samples(Looks(), samples, batching=True)  # type: ignore[arg-type]
+    run_samples(ArenaScanner(), samples, batching=True)  # type: ignore[arg-type]
     for guess in SYNTHETIC_INPUTS:
         made = guess.make(spec, (3,))
         flags.append((made.flags.writeable, made.flags.owndata))

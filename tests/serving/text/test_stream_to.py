@@ -15,7 +15,17 @@ from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, ReplyStream
 from fastserve.net.router import Route
 from fastserve.serving.dialect import Dialect
-from fastserve.serving.text import Ending, Frames, Hole, Info, Sampling, TextAsk, TextModels, Token, stream_to
+from fastserve.serving.text import (
+    Ending,
+    EventTemplate,
+    Info,
+    Placeholder,
+    Sampling,
+    TextAsk,
+    TextModels,
+    Token,
+    stream_to,
+)
 from tests.text_rig import LocalEngine, Scripted, listening
 
 PLENTY = Info(vocab_size=9, tokenizer="words", max_tokens=1 << 30, max_new_tokens=1 << 30)
@@ -33,7 +43,7 @@ class Poured(Dialect):
         texts: TextModels,
         count: int,
         write: Callable[[list[Token]], bytes],
-        frames: Frames | None = None,
+        frames: EventTemplate | None = None,
     ) -> None:
         self._texts, self._count, self._write, self._frames = texts, count, write, frames
         self.endings: list[Ending] = []
@@ -60,7 +70,7 @@ def run(
     count: int,
     script: Any,
     write: Callable[[list[Token]], bytes] = write,
-    frames: Frames | None = None,
+    frames: EventTemplate | None = None,
     **place: Any,
 ) -> None:
     async def whole() -> None:
@@ -101,7 +111,7 @@ def test_a_client_that_does_not_read_holds_the_engine_up_and_gets_everything_lat
 
 
 def test_what_flows_waits_for_its_client_too_and_stays_in_order() -> None:
-    large = Frames((Hole.NUMBER, b"x" * 10_000 + b"\n"))
+    large = EventTemplate((Placeholder.NUMBER, b"x" * 10_000 + b"\n"))
 
     async def work(engine: LocalEngine, dialect: Poured, port: int) -> None:
         reader, writer = await ask_of(port)
@@ -129,7 +139,7 @@ def test_what_a_reply_raises_ends_what_flows_and_nobody_else(monkeypatch: pytest
 
     plain = ReplyStream.send
     monkeypatch.setattr(ReplyStream, "send", broken)
-    frames = Frames((Hole.NUMBER, b":"))
+    frames = EventTemplate((Placeholder.NUMBER, b":"))
 
     async def work(engine: LocalEngine, dialect: Poured, port: int) -> None:
         reader, writer = await ask_of(port)
@@ -197,13 +207,13 @@ def test_whoever_lets_go_of_what_flowed_ends_it() -> None:
                 .find("")
                 .start(TextAsk(prompt=[1], sampling=Sampling(max_new_tokens=1 << 29)))
             )
-            reply, frames = Bare(), Frames((Hole.NUMBER, b" "))
+            reply, frames = Bare(), EventTemplate((Placeholder.NUMBER, b" "))
             writer = asyncio.create_task(stream_to(stream, reply, frames.write, frames))
             while len(reply.sent) < 9:
                 await asyncio.sleep(0.001)
-            heard_ns = stream.heard_ns
+            taken_ns = stream.taken_ns
             stream.end_pass_through()
-            assert stream.heard_ns == heard_ns  # of what flowed, though it does no more
+            assert stream.taken_ns == taken_ns  # of what flowed, though it does no more
             writer.cancel()
             await asyncio.wait([writer])
             del writer, stream
@@ -221,7 +231,7 @@ def test_the_trouble_of_one_of_a_step_is_not_that_of_others(broken: int) -> None
     """Records of the same step for others are passed on, whatever a reply raises when it is asked."""
     run_of: list[Flowing] = []
     replies, faults = [Bare() for _ in range(3)], list[Exception]()
-    frames = Frames((Hole.ID, b" "))
+    frames = EventTemplate((Placeholder.ID, b" "))
 
     class Reader:
         def taken(self, slot: int, count: int) -> None:
@@ -252,18 +262,18 @@ def test_nothing_flows_past_what_waits_for_a_client_that_stood_still() -> None:
         with LocalEngine() as engine:
             engine.add("m1", Scripted([(1, None)], info=PLENTY), reader_tokens=1000)
             ask = TextAsk(prompt=[1], sampling=Sampling(max_new_tokens=100_000))
-            reply, frames = Bare(), Frames((Hole.NUMBER, b" "))
+            reply, frames = Bare(), EventTemplate((Placeholder.NUMBER, b" "))
             async with await TextModels(engine.context).find("").start(ask) as stream:
                 writer = asyncio.create_task(stream_to(stream, reply, frames.write, frames))
                 for count in (9, 90, 190):
                     while len(b"".join(reply.sent).split()) < count:
                         await asyncio.sleep(0.001)
                     reply.reads = False
-                    heard = stream.heard_ns
-                    while stream.heard_ns == heard or not stream.has_news:
+                    heard = stream.taken_ns
+                    while stream.taken_ns == heard or not stream.has_news:
                         await asyncio.sleep(0.001)
-                    reply.reads, heard = True, stream.heard_ns
-                    while stream.heard_ns == heard:
+                    reply.reads, heard = True, stream.taken_ns
+                    while stream.taken_ns == heard:
                         await asyncio.sleep(0.001)
                     reply.told.set()
                     await asyncio.sleep(0)

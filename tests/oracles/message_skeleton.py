@@ -1,7 +1,8 @@
-"""proto_outline read backwards: a head and what was in its holes, as the message it was made of.
+"""message_skeleton read backwards: a head and what was in its placeholders, as the message it was made of.
 
 Independent of the compiled one in everything but the rules of a head: tags and literal values as they were
-written, nothing for a hole, a 0 where a message within ends, a count of bytes before the rest of a shape.
+written, nothing for a placeholder, a 0 where a message within ends,
+a count of bytes before the rest of a shape.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastserve._ext.proto_outline import DATA, LEAD, LEADS, TEXT, First, Outline
+from fastserve._ext.message_skeleton import DATA, LEAD, LEADS, TEXT, First, Skeleton
 
 Fields = Mapping[int, Any]
 
@@ -24,17 +25,17 @@ class Holes:
     data: deque[bytes]
 
 
-def rebuild(fields: Fields, head: bytes, holes: Holes, id: bytes) -> bytes:
+def rebuild(fields: Fields, head: bytes, placeholders: Holes, id: bytes) -> bytes:
     """The message, with its id at the end. Lengths are written as short as they can be."""
-    body, at = _message(fields, head, 0, holes, len(head))
+    body, at = _message(fields, head, 0, placeholders, len(head))
     assert at == len(head)
-    assert not holes.leads
-    assert not holes.data
+    assert not placeholders.leads
+    assert not placeholders.data
     number = next((number for number, what in fields.items() if what == TEXT), None)
     return body + (_field(number, id) if number is not None and id else b"")
 
 
-def _message(fields: Fields, head: bytes, at: int, holes: Holes, end: int) -> tuple[bytes, int]:
+def _message(fields: Fields, head: bytes, at: int, placeholders: Holes, end: int) -> tuple[bytes, int]:
     body, entered = b"", set()
     while at < end and head[at]:
         start = at
@@ -47,15 +48,15 @@ def _message(fields: Fields, head: bytes, at: int, holes: Holes, end: int) -> tu
             continue
         entered.add(number)
         if what == LEAD:
-            body += head[start:at] + _write(holes.leads.popleft())
+            body += head[start:at] + _write(placeholders.leads.popleft())
         elif what == DATA:
-            body += _field(number, holes.data.popleft())
+            body += _field(number, placeholders.data.popleft())
         elif what == LEADS:
             rest = head[at + 1 : at + 1 + head[at]]
             at += 1 + head[at]
-            body += _field(number, _write(holes.leads.popleft()) + rest)
+            body += _field(number, _write(placeholders.leads.popleft()) + rest)
         else:
-            inner, at = _message(what, head, at, holes, end)
+            inner, at = _message(what, head, at, placeholders, end)
             at += 1
             body += _field(number, inner)
     return body, at
@@ -105,16 +106,16 @@ def _field(number: int, value: bytes) -> bytes:
 # -- messages that are known ---------------------------------------------------------------------
 
 
-def meets(outline: Outline, leads: tuple[int, ...], batching: bool, most: int) -> int:
+def meets(skeleton: Skeleton, leads: tuple[int, ...], batching: bool, most: int) -> int:
     """The rows of a request with such a head; 0 where it is not like the one it was learned from."""
     if not batching:
-        return int(outline.leads == leads)
-    rows = outline.leads[0] if len(set(outline.leads)) == 1 else 0
+        return int(skeleton.leads == leads)
+    rows = skeleton.leads[0] if len(set(skeleton.leads)) == 1 else 0
     return rows if 0 < rows <= most else 0
 
 
-def fill(outline: Outline, sources: list[tuple[int, int, bool]], memory: list[bytearray]) -> bool:
+def fill(skeleton: Skeleton, sources: list[tuple[int, int, bool]], memory: list[bytearray]) -> bool:
     return all(
-        outline.copy_data(hole, place, width, truth)
-        for (hole, width, truth), place in zip(sources, memory, strict=True)
+        skeleton.copy_data(placeholder, place, width, truth)
+        for (placeholder, width, truth), place in zip(sources, memory, strict=True)
     )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.meter import (
+from fastserve._ext.shared_metrics import (
     BOUNDS_MAX,
     KIND_COUNTER,
     KIND_GAUGE_LAST,
@@ -26,7 +26,7 @@ from fastserve._ext.meter import (
     lay_out,
 )
 from tests.effort import examples
-from tests.oracles.meter import PlainHistogram
+from tests.oracles.shared_metrics import PlainHistogram
 
 SIZES = (2, 8, 256, 64)  # sections, series, text bytes, slots
 SECTION_AT = 64  # after the file's header

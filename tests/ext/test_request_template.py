@@ -1,4 +1,4 @@
-"""infer_frame against its oracle: requests that fit a frame, and the same with something broken."""
+"""request_template against its oracle: requests that fit a template, and the same with something broken."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.infer_frame import InferFrame, InferFrames, find_holes
+from fastserve._ext.request_template import RequestTemplate, RequestTemplates, find_placeholders
 from fastserve.tensor import DTYPE_BY_KSERVE
 from tests.effort import examples
 from tests.ext.json_strategies import at_edge, broken, number_texts, spaces
-from tests.oracles import infer_frame as oracle
 from tests.oracles import infer_json
+from tests.oracles import request_template as oracle
 
 FLOAT32 = DTYPE_BY_KSERVE["FP32"].code
 
@@ -56,29 +56,29 @@ class Sketch:
         }
         return "{" + f",{self.space}".join([*members, last[place]]) + "}"
 
-    def frame(self, header: bytes) -> InferFrame:
+    def template(self, header: bytes) -> RequestTemplate:
         """As the dialect makes one."""
         targets = [oracle.row_bytes(datatype, row_shape) for datatype, row_shape, _ in self.inputs]
-        holes = []
-        for kind, start, end, number in find_holes(header):
+        placeholders = []
+        for kind, start, end, number in find_placeholders(header):
             unit = {"id": 0, "rows": 1, "size": targets[number]}.get(kind, prod(self.inputs[number][1]))
             code = DTYPE_BY_KSERVE[self.inputs[number][0]].code
-            holes.append(("rows" if kind == "size" else kind, start, end, unit, max(number, 0), code))
+            placeholders.append(("rows" if kind == "size" else kind, start, end, unit, max(number, 0), code))
         blobs = [(i, targets[i]) for i, (_, _, place) in enumerate(self.inputs) if place == "blob"]
-        return InferFrame(header, holes, blobs, targets, 0)
+        return RequestTemplate(header, placeholders, blobs, targets, 0)
 
-    def take(self, frames: InferFrames, request: Any, header_bytes: int) -> Any:
+    def take(self, templates: RequestTemplates, request: Any, header_bytes: int) -> Any:
         """(rows, id, values) as the oracle has them."""
-        frame = frames.find(request, header_bytes)
-        if frame is None:
+        template = templates.find(request, header_bytes)
+        if template is None:
             return None
-        sizes = [frame.rows * oracle.row_bytes(datatype, shape) for datatype, shape, _ in self.inputs]
+        sizes = [template.rows * oracle.row_bytes(datatype, shape) for datatype, shape, _ in self.inputs]
         outs = [bytearray(size) for size in sizes]
-        if not frame.read_into(request, header_bytes, outs):
+        if not template.read_into(request, header_bytes, outs):
             return None
         places = [place for _, _, place in self.inputs]
         values = [None if place == "outside" else bytes(out) for place, out in zip(places, outs, strict=True)]
-        return frame.rows, frame.id, values
+        return template.rows, template.id, values
 
 
 @st.composite
@@ -126,64 +126,64 @@ def same(got: Any, want: Any) -> bool:
 @given(st.data())
 def test_what_fits_is_taken(data: st.DataObject) -> None:
     sketch = data.draw(sketches())
-    frames = InferFrames(4)
+    templates = RequestTemplates(4)
     first = data.draw(requests(sketch, good=True))[0].encode()
-    holes = find_holes(first)
-    frames.add(sketch.frame(first))
+    placeholders = find_placeholders(first)
+    templates.add(sketch.template(first))
     header, blobs = data.draw(requests(sketch))
     request, size = header.encode() + blobs, len(header.encode())
     try:
-        want = oracle.take(first, holes, sketch.inputs, request, size)
+        want = oracle.take(first, placeholders, sketch.inputs, request, size)
     except infer_json.Fault:  # numbers that are none
         want = None
     with at_edge(request) as view:
-        got = sketch.take(frames, view, size)
-        whole = frames.find(view, size)
+        got = sketch.take(templates, view, size)
+        whole = templates.find(view, size)
     assert same(got, want)
     cut = data.draw(st.integers(0, len(blobs)))  # all but the end of its blobs is enough to find it
     with at_edge(request[: len(request) - cut]) as beginning:
-        assert frames.find(beginning, size, len(request)) is whole
-        assert frames.find(beginning, size, len(request) + 1) is None
+        assert templates.find(beginning, size, len(request)) is whole
+        assert templates.find(beginning, size, len(request) + 1) is None
 
 
 @examples(200)
 @given(st.data())
 def test_what_is_taken_is_right(data: st.DataObject) -> None:
     sketch = data.draw(sketches())
-    frames = InferFrames(4)
+    templates = RequestTemplates(4)
     first = data.draw(requests(sketch, good=True))[0].encode()
-    frames.add(sketch.frame(first))
+    templates.add(sketch.template(first))
     header, blobs = data.draw(requests(sketch))
     damaged = data.draw(broken(st.just(header)))
     size = len(damaged) + data.draw(st.sampled_from([0, 0, 0, 1, -1]))
     with at_edge(damaged + blobs) as view:
-        got = sketch.take(frames, view, size)
+        got = sketch.take(templates, view, size)
     if got is not None:
-        assert same(got, oracle.take(first, find_holes(first), sketch.inputs, damaged + blobs, size))
+        assert same(got, oracle.take(first, find_placeholders(first), sketch.inputs, damaged + blobs, size))
 
 
 def test_holes_are_found() -> None:
     header = (
         b'{"inputs":[{"shape":[ 2,1],"data":[1,2],"x":{}},{"shape":[0],"parameters":{"a":1}}],"id" : "7"}'
     )
-    found = find_holes(header)
+    found = find_placeholders(header)
     assert [(kind, header[start:end], number) for kind, start, end, number in found] == [
         ("rows", b"2", 0),
         ("data", b"[1,2]", 0),
         ("id", b'"7"', -1),
     ]
     twice = b'{"id":"7","id":"8","inputs":[{"data":[1],"data":[2]}]}'
-    assert [twice[start:end] for _, start, end, _ in find_holes(twice)] == [b'"7"', b"[1]"]
+    assert [twice[start:end] for _, start, end, _ in find_placeholders(twice)] == [b'"7"', b"[1]"]
     for header in (b"", b"{", b"[]", b'{"id":7}', b'{"inputs":[1]}', b'{"inputs":5}'):
-        assert find_holes(header) == []
+        assert find_placeholders(header) == []
 
 
 HEADER = b'{"inputs":[{"shape":[1],"data":[1]}]}'
-ROWS, DATA = (kind[1:3] for kind in find_holes(HEADER))
+ROWS, DATA = (kind[1:3] for kind in find_placeholders(HEADER))
 
 
 @pytest.mark.parametrize(
-    ("holes", "blobs", "targets", "rows", "said"),
+    ("placeholders", "blobs", "targets", "rows", "said"),
     [
         ([("data", *DATA, 1, 0, FLOAT32)], [], [4], 0, "rows must be known"),
         ([], [], [4], 0, "how many rows"),
@@ -200,65 +200,67 @@ ROWS, DATA = (kind[1:3] for kind in find_holes(HEADER))
         ([("rows", 5, 99, 1, 0, 0)], [], [4], 0, "order"),
     ],
 )
-def test_frames_that_cannot_be(holes: Any, blobs: Any, targets: Any, rows: int, said: str) -> None:
+def test_templates_that_cannot_be(placeholders: Any, blobs: Any, targets: Any, rows: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        InferFrame(HEADER, holes, blobs, targets, rows)
+        RequestTemplate(HEADER, placeholders, blobs, targets, rows)
 
 
 def test_memory_must_fit() -> None:
-    frames = InferFrames(2)
-    frame = InferFrame(HEADER, [("data", *DATA, 1, 0, FLOAT32)], [], [4], 1)
-    frames.add(frame)
+    templates = RequestTemplates(2)
+    template = RequestTemplate(HEADER, [("data", *DATA, 1, 0, FLOAT32)], [], [4], 1)
+    templates.add(template)
     with pytest.raises(ValueError, match="that was found"):
-        frame.read_into(HEADER, len(HEADER), [bytearray(4)])
-    assert frames.find(HEADER, len(HEADER)) is frame
+        template.read_into(HEADER, len(HEADER), [bytearray(4)])
+    assert templates.find(HEADER, len(HEADER)) is template
     out = bytearray(4)
     before = sys.getrefcount(out)
-    assert frame.read_into(HEADER, len(HEADER), [out])
+    assert template.read_into(HEADER, len(HEADER), [out])
     for outs in ([bytearray(8)], [out, out], [], [bytes(4)]):
         with pytest.raises((ValueError, BufferError)):
-            frame.read_into(HEADER, len(HEADER), outs)
+            template.read_into(HEADER, len(HEADER), outs)
     assert sys.getrefcount(out) == before
-    assert not frame.read_into(HEADER + b"x", len(HEADER), [out])
-    assert frames.find(HEADER, len(HEADER) + 1) is None
-    assert frames.find(HEADER, -1) is None
+    assert not template.read_into(HEADER + b"x", len(HEADER), [out])
+    assert templates.find(HEADER, len(HEADER) + 1) is None
+    assert templates.find(HEADER, -1) is None
     with pytest.raises(ValueError, match="made once"):
-        frame.__init__(HEADER, [], [], [4], 1)  # type: ignore[misc]
+        template.__init__(HEADER, [], [], [4], 1)  # type: ignore[misc]
 
 
 def test_the_last_used_are_kept() -> None:
     def header(name: int) -> bytes:
         return b'{"inputs":[{"name":"%d","data":[1]}]}' % name
 
-    def frame(name: int) -> InferFrame:
-        _, start, end, _ = find_holes(header(name))[0]
-        return InferFrame(header(name), [("data", start, end, 1, 0, FLOAT32)], [], [4], 1, str(name))
+    def template(name: int) -> RequestTemplate:
+        _, start, end, _ = find_placeholders(header(name))[0]
+        return RequestTemplate(header(name), [("data", start, end, 1, 0, FLOAT32)], [], [4], 1, str(name))
 
     def found(name: int) -> str | None:
-        got = frames.find(header(name), len(header(name)))
+        got = templates.find(header(name), len(header(name)))
         return None if got is None else got.id
 
-    frames = InferFrames(3)
+    templates = RequestTemplates(3)
     for name in range(4):
-        frames.add(frame(name))
+        templates.add(template(name))
     assert [found(name) for name in range(4)] == [None, "1", "2", "3"]
     assert found(1) == "1"
-    frames.add(frame(5))
+    templates.add(template(5))
     assert [found(name) for name in (1, 2, 3, 5)] == ["1", None, "3", "5"]
-    frames.add(frame(6))
-    assert (frames.unused(), len(frames)) == (1, 3)
-    frames.forget_unused()
-    assert (frames.unused(), len(frames), found(6)) == (0, 2, None)
+    templates.add(template(6))
+    assert (templates.unused(), len(templates)) == (1, 3)
+    templates.forget_unused()
+    assert (templates.unused(), len(templates), found(6)) == (0, 2, None)
 
 
 def test_claimed_rows_must_fit_the_text() -> None:
-    frames = InferFrames(1)
-    frames.add(InferFrame(HEADER, [("rows", *ROWS, 1, 0, 0), ("data", *DATA, 1, 0, FLOAT32)], [], [4], 0))
+    templates = RequestTemplates(1)
+    templates.add(
+        RequestTemplate(HEADER, [("rows", *ROWS, 1, 0, 0), ("data", *DATA, 1, 0, FLOAT32)], [], [4], 0)
+    )
     for rows in (b"20", b"16777216", b"9" * 30, b"0", b"01", b"-1", b"1.0", b"1e0"):
         request = HEADER.replace(b"[1],", b"[%b]," % rows)
-        assert frames.find(request, len(request)) is None
+        assert templates.find(request, len(request)) is None
     two = b'{"inputs":[{"shape":[2],"data":[1,2.5]}]}'
-    got, out = frames.find(two, len(two)), bytearray(8)
+    got, out = templates.find(two, len(two)), bytearray(8)
     assert got is not None
     assert got.read_into(two, len(two), [out])
 
@@ -266,13 +268,13 @@ def test_claimed_rows_must_fit_the_text() -> None:
 def test_long_requests_are_quick() -> None:
     items = 200_000
     header = b'{"inputs":[{"shape":[1],"data":[%b]}]}' % b",".join([b"1.2345678"] * items)
-    _, start, end, _ = find_holes(header)[1]
-    frames = InferFrames(1)
-    frames.add(InferFrame(header, [("data", start, end, items, 0, FLOAT32)], [], [4 * items], 1))
+    _, start, end, _ = find_placeholders(header)[1]
+    templates = RequestTemplates(1)
+    templates.add(RequestTemplate(header, [("data", start, end, items, 0, FLOAT32)], [], [4 * items], 1))
     nested = header.replace(b"[1.2", b"[" * 400_000 + b"1.2")
     began = time.thread_time()
     for request in (header, nested, header.replace(b"[1.2345678,", b"["), header[:-3]):
-        frame = frames.find(request, len(request))
-        taken = frame is not None and frame.read_into(request, len(request), [bytearray(4 * items)])
+        template = templates.find(request, len(request))
+        taken = template is not None and template.read_into(request, len(request), [bytearray(4 * items)])
         assert taken == (request is header)
     assert time.thread_time() - began < 1

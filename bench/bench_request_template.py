@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from fastserve._ext.infer_frame import InferFrame, InferFrames, find_holes
 from fastserve._ext.infer_json import read_infer
+from fastserve._ext.request_template import RequestTemplate, RequestTemplates, find_placeholders
 
 SIZES = {"small": 16, "image": 150_528}
 
@@ -17,13 +17,13 @@ def body_of(items: int) -> bytes:
     return json.dumps({"id": "7", "inputs": [{"name": "a", **one}, {"name": "b", **one}]}).encode()
 
 
-def hot(body: bytes, frames: InferFrames, outs: list[np.ndarray]) -> None:
-    frame = frames.find(body, len(body))
-    assert frame is not None
-    assert frame.read_into(body, len(body), outs)
+def hot(body: bytes, templates: RequestTemplates, outs: list[np.ndarray]) -> None:
+    template = templates.find(body, len(body))
+    assert template is not None
+    assert template.read_into(body, len(body), outs)
 
 
-def anew(body: bytes, frames: InferFrames, outs: list[np.ndarray]) -> None:
+def anew(body: bytes, templates: RequestTemplates, outs: list[np.ndarray]) -> None:
     for out, given in zip(outs, read_infer(body).inputs, strict=True):
         out[:] = np.frombuffer(given.data, np.float32)
 
@@ -31,11 +31,13 @@ def anew(body: bytes, frames: InferFrames, outs: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("read", [hot, anew])
 @pytest.mark.parametrize("name", SIZES)
 def test_read(benchmark, name: str, read) -> None:  # type: ignore[no-untyped-def]
-    body, items, frames = body_of(SIZES[name]), SIZES[name], InferFrames(1)
+    body, items, templates = body_of(SIZES[name]), SIZES[name], RequestTemplates(1)
     units = {"id": 0, "rows": 1, "data": items}
-    holes = [(kind, start, end, units[kind], max(i, 0), 12) for kind, start, end, i in find_holes(body)]
-    frames.add(InferFrame(body, holes, [], [4 * items] * 2, 0))
+    placeholders = [
+        (kind, start, end, units[kind], max(i, 0), 12) for kind, start, end, i in find_placeholders(body)
+    ]
+    templates.add(RequestTemplate(body, placeholders, [], [4 * items] * 2, 0))
     outs = [np.zeros(items, np.float32) for _ in range(2)]
     benchmark.group = f"v2 two inputs, {name}"
-    benchmark(read, body, frames, outs)
+    benchmark(read, body, templates, outs)
     np.testing.assert_array_equal(outs[1], np.array(json.loads(body)["inputs"][1]["data"], np.float32))

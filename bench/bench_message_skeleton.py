@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastserve._ext.proto_outline import DATA, LEADS, TEXT, KnownFields, Scheme, write_known
+from fastserve._ext.message_skeleton import DATA, LEADS, TEXT, Scheme, TemplateFields, write_from_template
 from fastserve._ext.proto_wire import read_infer_request, write_infer_response
-from tests.oracles import proto_outline as oracle
+from tests.oracles import message_skeleton as oracle
 from tests.oracles.proto_wire import KSERVE
 
 SIZES = (16, 600_000)
@@ -20,9 +20,9 @@ AFTER = write_infer_response("", "", "", None, OUTPUTS, ())
 
 
 def read_known(data: bytes, memory: bytearray) -> str:
-    outline = SCHEME.read(data)
-    assert outline.copy_data(0, memory)
-    return outline.id
+    skeleton = SCHEME.read(data)
+    assert skeleton.copy_data(0, memory)
+    return skeleton.id
 
 
 def read_whole(data: bytes, memory: bytearray) -> str:
@@ -42,18 +42,18 @@ def test_read(benchmark, read, size) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
 def test_known(benchmark, compiled) -> None:  # type: ignore[no-untyped-def]
-    """From an outline to the rows, as MessagesPath and KnownFields do it."""
+    """From a skeleton to the rows, as TemplatesPath and TemplateFields do it."""
     request = KSERVE.ModelInferRequest(model_name="m", inputs=[TENSOR], raw_input_contents=[bytes(16)])
-    outline, memory, sources = SCHEME.read(request.SerializeToString()), [bytearray(16)], [(0, 0, False)]
-    known = KnownFields()
+    skeleton, memory, sources = SCHEME.read(request.SerializeToString()), [bytearray(16)], [(0, 0, False)]
+    known = TemplateFields()
     known.batching, known.sources = True, sources
     queue = SimpleNamespace(max_rows=32)
 
     def run() -> bool:
         if compiled:
-            return known.is_met_by(outline, queue) and known.fill(outline, memory)
-        rows = oracle.meets(outline, (), True, queue.max_rows)
-        return bool(rows) and oracle.fill(outline, sources, memory)
+            return known.is_met_by(skeleton, queue) and known.fill(skeleton, memory)
+        rows = oracle.meets(skeleton, (), True, queue.max_rows)
+        return bool(rows) and oracle.fill(skeleton, sources, memory)
 
     assert benchmark(run)
 
@@ -61,4 +61,4 @@ def test_known(benchmark, compiled) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("size", SIZES)
 def test_write(benchmark, size) -> None:  # type: ignore[no-untyped-def]
     whole = write_infer_response("simple", "1", "7", None, OUTPUTS, [bytes(size)])
-    assert benchmark(write_known, BEFORE, "7", AFTER, [bytes(size)]) == whole
+    assert benchmark(write_from_template, BEFORE, "7", AFTER, [bytes(size)]) == whole

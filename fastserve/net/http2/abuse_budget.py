@@ -1,4 +1,4 @@
-"""The glitch budget of a connection: how much useless work its client may cause. No clock and no timer.
+"""The abuse budget of a connection: how much useless work its client may cause. No clock and no timer.
 
 A request that is answered earns more than the frames around it cost; resets, pings, settings, window updates
 and empty frames are paid for. A burst of BURST points is free, and each look of the listener, about once a

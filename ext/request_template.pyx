@@ -1,15 +1,15 @@
 """Requests of the V2 protocol that differ from an earlier one in their values alone, straight into memory.
 
-Clients send the same text again and again. A frame is that text with holes where it may differ: the id,
+Clients send the same text again and again. A template is that text with placeholders where it may differ: the id,
 the number of rows, the data. What the rest means was found out once, by `infer_json` and the dialect;
 a request that fits is compared, and its values go where the caller says.
 
-    frames = InferFrames(32)
-    frames.add(InferFrame(header, [("data", start, end, 4, 0, FLOAT32)], [], [16], 1))
-    frame = frames.find(body, len(body))            # or None; frame.rows, frame.id
-    frame.read_into(body, len(body), [memory])      # False: it is another request, take the general path
+    templates = RequestTemplates(32)
+    templates.add(RequestTemplate(header, [("data", start, end, 4, 0, FLOAT32)], [], [16], 1))
+    template = templates.find(body, len(body))            # or None; template.rows, template.id
+    template.read_into(body, len(body), [memory])      # False: it is another request, take the general path
 
-`find_holes` looks for the holes in a header. Nothing here knows HTTP, a model or a tensor's name.
+`find_placeholders` looks for the placeholders in a header. Nothing here knows HTTP, a model or a tensor's name.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -29,12 +29,12 @@ cdef enum:
     MOST_TARGETS = 64
     MOST_UNIT = 1 << 30         # bytes or values of a row
 
-KINDS = {"id": <int>HOLE_ID, "rows": <int>HOLE_ROWS, "data": <int>HOLE_DATA}
+KINDS = {"id": <int>PLACEHOLDER_ID, "rows": <int>PLACEHOLDER_ROWS, "data": <int>PLACEHOLDER_DATA}
 
 
 # -- where a header may differ -------------------------------------------------------------------------
 
-def find_holes(header):
+def find_placeholders(header):
     """(kind, start, end, input) of every value that may differ, in the order of the text.
 
     kind: "id", "rows" (the first axis of a shape), "size" (of a tensor that lies elsewhere) and "data".
@@ -51,9 +51,9 @@ def find_holes(header):
     try:
         if read_infer_body(&scan) == JSON_OK:
             if scan.id != NULL and scan.id[0] == c'"':
-                found.append(hole_of("id", scan.id, text_end(scan.id, scan.cursor.end), -1, &view))
+                found.append(placeholder_of("id", scan.id, text_end(scan.id, scan.cursor.end), -1, &view))
             for k in range(scan.inputs.count):
-                add_holes(found, &scan.inputs.items[k], k, &scan, &view)
+                add_placeholders(found, &scan.inputs.items[k], k, &scan, &view)
         return sorted(found, key=_begin_of)
     finally:
         close_parts(&scan.inputs)
@@ -61,11 +61,11 @@ def find_holes(header):
         PyBuffer_Release(&view)
 
 
-def _begin_of(hole):
-    return hole[1]
+def _begin_of(placeholder):
+    return placeholder[1]
 
 
-cdef tuple hole_of(str kind, const uint8_t* start, const uint8_t* end, int input, const Py_buffer* view):
+cdef tuple placeholder_of(str kind, const uint8_t* start, const uint8_t* end, int input, const Py_buffer* view):
     cdef const uint8_t* first = <const uint8_t*>view.buf
     return kind, start - first, end - first, input
 
@@ -77,7 +77,7 @@ cdef const uint8_t* text_end(const uint8_t* at, const uint8_t* end) noexcept:
     return c.at
 
 
-cdef void add_holes(list found, const Part* part, int input, const Scan* scan, const Py_buffer* view):
+cdef void add_placeholders(list found, const Part* part, int input, const Scan* scan, const Py_buffer* view):
     cdef Cursor c
     cdef const uint8_t* start
     if part.shape != NULL and part.shape[0] == c'[':
@@ -85,14 +85,14 @@ cdef void add_holes(list found, const Part* part, int input, const Scan* scan, c
         skip_space(&c)
         start = c.at
         if take_digits(&c):
-            found.append(hole_of("rows", start, c.at, input, view))
+            found.append(placeholder_of("rows", start, c.at, input, view))
     if part.data != NULL:
-        found.append(hole_of("data", part.data, part.data_end, input, view))
+        found.append(placeholder_of("data", part.data, part.data_end, input, view))
     elif part.parameters != NULL and part.parameters[0] == c'{':
         c = Cursor(part.parameters, scan.cursor.end)
         start = find_size(&c)
         if start != NULL:
-            found.append(hole_of("size", start, c.at, input, view))
+            found.append(placeholder_of("size", start, c.at, input, view))
 
 
 cdef const uint8_t* find_size(Cursor* c) noexcept:
@@ -111,77 +111,77 @@ cdef const uint8_t* find_size(Cursor* c) noexcept:
     return NULL
 
 
-# -- frames --------------------------------------------------------------------------------------------
+# -- templates -----------------------------------------------------------------------------------------
 
-cdef class InferFrame:
-    """One text with holes. `rows`, `id`: of the request that was found last; `used`: whether one ever was.
+cdef class RequestTemplate:
+    """One text with placeholders. `rows`, `id`: of the request that was found last; `used`: whether one ever was.
 
-    header: the JSON of a good request. holes: (kind, start, end, unit, target, dtype code) in its order;
+    header: the JSON of a good request. placeholders: (kind, start, end, unit, target, dtype code) in its order;
     `unit` is what one row counts for: the number itself ("rows"), or values ("data"); "id" has none.
     blobs: (target, bytes of a row) of what lies behind the JSON. targets: bytes of a row of each of the
-    outs. rows: the rows of every request, 0 where a "rows" hole stands before the first data. id: of every
-    request, "" where an "id" hole stands before the first data. For one thread at a time.
+    outs. rows: the rows of every request, 0 where a "rows" placeholder stands before the first data. id: of every
+    request, "" where an "id" placeholder stands before the first data. For one thread at a time.
     """
 
-    cdef FrameText text
-    cdef bytes kept             # the text between the holes
+    cdef TemplateText text
+    cdef bytes kept             # the text between the placeholders
     cdef int targets
     cdef int64_t[MOST_TARGETS] units
-    cdef bint ids               # there is a hole for them
+    cdef bint ids               # there is a placeholder for them
     cdef readonly str id
     cdef readonly int64_t rows
     cdef readonly bint used
 
-    def __init__(self, bytes header not None, list holes not None, list blobs not None, list targets not None,
+    def __init__(self, bytes header not None, list placeholders not None, list blobs not None, list targets not None,
                  int64_t rows, str id not None=""):
         cdef int k
         if len(targets) > MOST_TARGETS:
-            raise ValueError(f"a frame has at most {MOST_TARGETS} tensors, not {len(targets)}")
-        if self.text.holes != NULL:
-            raise ValueError("a frame is made once")
+            raise ValueError(f"a template has at most {MOST_TARGETS} tensors, not {len(targets)}")
+        if self.text.placeholders != NULL:
+            raise ValueError("a template is made once")
         self.id = id
         self.targets = <int>len(targets)
         for k in range(self.targets):
             self.units[k] = checked_unit(targets[k])
-        self.text.holes = <Hole*>PyMem_Calloc(len(holes) + 1, sizeof(Hole))
+        self.text.placeholders = <Placeholder*>PyMem_Calloc(len(placeholders) + 1, sizeof(Placeholder))
         self.text.blobs = <Blob*>PyMem_Calloc(len(blobs) + 1, sizeof(Blob))
-        if self.text.holes == NULL or self.text.blobs == NULL:
+        if self.text.placeholders == NULL or self.text.blobs == NULL:
             raise MemoryError
         self.text.rows = rows
-        self.set_holes(header, holes)
+        self.set_placeholders(header, placeholders)
         for target, unit in blobs:
             self.text.blobs[self.text.blob_count] = Blob(self.checked_target(target, unit, 1), unit)
             self.text.blob_unit += unit
             self.text.blob_count += 1
 
     def __dealloc__(self):
-        PyMem_Free(self.text.holes)
+        PyMem_Free(self.text.placeholders)
         PyMem_Free(self.text.blobs)
 
-    cdef int set_holes(self, bytes header, list holes) except -1:
+    cdef int set_placeholders(self, bytes header, list placeholders) except -1:
         cdef Py_ssize_t at = 0
         cdef Py_ssize_t first, last
         cdef bint rows_known = self.text.rows > 0
-        cdef Hole* hole
+        cdef Placeholder* placeholder
         cdef list texts = []
-        for kind, first, last, unit, target, dtype_code in holes:
+        for kind, first, last, unit, target, dtype_code in placeholders:
             if not at <= first < last <= len(header):
-                raise ValueError("holes stand in the order of the text")
+                raise ValueError("placeholders stand in the order of the text")
             texts.append(header[at:first])
             at = last
-            hole = &self.text.holes[len(texts) - 1]
-            hole.kind = KINDS[kind]
-            if hole.kind == HOLE_ID:
+            placeholder = &self.text.placeholders[len(texts) - 1]
+            placeholder.kind = KINDS[kind]
+            if placeholder.kind == PLACEHOLDER_ID:
                 if self.text.item_unit:
                     raise ValueError("the id must be known where the data begins")
                 self.ids = True
                 continue
-            hole.unit = checked_unit(unit)
-            rows_known |= hole.kind == HOLE_ROWS
-            if hole.kind == HOLE_DATA:
+            placeholder.unit = checked_unit(unit)
+            rows_known |= placeholder.kind == PLACEHOLDER_ROWS
+            if placeholder.kind == PLACEHOLDER_DATA:
                 if not rows_known:
                     raise ValueError("the rows must be known where the data begins")
-                self.set_data(hole, target, dtype_code)
+                self.set_data(placeholder, target, dtype_code)
         if not rows_known:
             raise ValueError("nothing says how many rows there are")
         texts.append(header[at:])
@@ -193,20 +193,20 @@ cdef class InferFrame:
         cdef const uint8_t* at
         cdef Py_ssize_t k
         self.kept = b"".join(texts)
-        self.text.hole_count = <int>len(texts) - 1
+        self.text.placeholder_count = <int>len(texts) - 1
         at = <const uint8_t*>PyBytes_AS_STRING(self.kept)
         self.text.before, self.text.before_bytes = at, PyBytes_GET_SIZE(texts[0])
         for k in range(1, len(texts)):
             at += PyBytes_GET_SIZE(texts[k - 1])
-            self.text.holes[k - 1].after, self.text.holes[k - 1].after_bytes = at, PyBytes_GET_SIZE(texts[k])
+            self.text.placeholders[k - 1].after, self.text.placeholders[k - 1].after_bytes = at, PyBytes_GET_SIZE(texts[k])
 
-    cdef int set_data(self, Hole* hole, int target, int dtype_code) except -1:
-        hole.dtype = dtype_code
-        hole.item_bytes = dtype_bytes(hole.dtype) if 0 < dtype_code < DT_COUNT else 0
-        if hole.item_bytes == 0 or dtype_code == DT_FLOAT16 or dtype_code == DT_BFLOAT16:
-            raise ValueError(f"values of dtype code {dtype_code} are not for a frame")
-        hole.target = self.checked_target(target, hole.unit, hole.item_bytes)
-        self.text.item_unit += hole.unit
+    cdef int set_data(self, Placeholder* placeholder, int target, int dtype_code) except -1:
+        placeholder.dtype = dtype_code
+        placeholder.item_bytes = dtype_bytes(placeholder.dtype) if 0 < dtype_code < DT_COUNT else 0
+        if placeholder.item_bytes == 0 or dtype_code == DT_FLOAT16 or dtype_code == DT_BFLOAT16:
+            raise ValueError(f"values of dtype code {dtype_code} are not for a template")
+        placeholder.target = self.checked_target(target, placeholder.unit, placeholder.item_bytes)
+        self.text.item_unit += placeholder.unit
         return 0
 
     cdef int checked_target(self, int target, int64_t unit, int item_bytes) except -1:
@@ -218,7 +218,7 @@ cdef class InferFrame:
         """Fill `outs` with a request that `find` took, for as many rows. False: it is another request, `outs`
         are undefined then, take the general path.
 
-        outs: writable memory for every target; those without a hole or a blob are left alone. Raises
+        outs: writable memory for every target; those without a placeholder or a blob are left alone. Raises
         ValueError for memory of another size. The GIL is released for requests above 16 KiB.
         """
         cdef Py_buffer view
@@ -249,9 +249,9 @@ cdef class InferFrame:
         if view.len - header_bytes != rows * self.text.blob_unit:
             return False
         if view.len < GIL_BYTES:
-            return fill_frame(&self.text, c, c.end, rows, outs)
+            return fill_template(&self.text, c, c.end, rows, outs)
         with nogil:
-            filled = fill_frame(&self.text, c, c.end, rows, outs)
+            filled = fill_template(&self.text, c, c.end, rows, outs)
         return filled
 
 
@@ -261,36 +261,36 @@ cdef int64_t checked_unit(unit) except -1:
     return unit
 
 
-cdef class InferFrames:
-    """The frames last used, at most `capacity`."""
+cdef class RequestTemplates:
+    """The templates last used, at most `capacity`."""
 
-    cdef list frames
+    cdef list templates
     cdef readonly int capacity
 
     def __init__(self, int capacity):
-        self.frames = []
+        self.templates = []
         self.capacity = capacity
 
     def __len__(self):
-        return len(self.frames)
+        return len(self.templates)
 
-    def add(self, InferFrame frame not None):
+    def add(self, RequestTemplate template not None):
         """Make it the first to be looked at; the one not used for longest goes."""
-        self.frames.insert(0, frame)
-        del self.frames[self.capacity:]
+        self.templates.insert(0, template)
+        del self.templates[self.capacity:]
 
     def unused(self) -> int:
         """How many have never been found."""
-        return sum([not (<InferFrame>frame).used for frame in self.frames])
+        return sum([not (<RequestTemplate>template).used for template in self.templates])
 
     def forget_unused(self) -> None:
-        self.frames = [frame for frame in self.frames if (<InferFrame>frame).used]
+        self.templates = [template for template in self.templates if (<RequestTemplate>template).used]
 
     def find(self, body, Py_ssize_t header_bytes, Py_ssize_t nbytes=-1):
-        """The frame of a request whose JSON is the first `header_bytes` of it; None when there is none. `nbytes`: of
+        """The template of a request whose JSON is the first `header_bytes` of it; None when there is none. `nbytes`: of
         the whole request, when `body` is its beginning."""
         cdef Py_buffer view
-        cdef InferFrame frame
+        cdef RequestTemplate template
         cdef Cursor c
         cdef Text identity = Text(NULL, NULL, False)
         cdef int64_t rows
@@ -303,18 +303,18 @@ cdef class InferFrames:
             if nbytes < 0:
                 nbytes = view.len
             c = Cursor(<const uint8_t*>view.buf, <const uint8_t*>view.buf + header_bytes)
-            for k in range(len(self.frames)):
-                frame = <InferFrame>self.frames[k]
-                rows = match_rows(&frame.text, c, nbytes - header_bytes, &identity)
+            for k in range(len(self.templates)):
+                template = <RequestTemplate>self.templates[k]
+                rows = match_rows(&template.text, c, nbytes - header_bytes, &identity)
                 if rows:
-                    frame.rows, frame.used = rows, True
-                    if frame.ids:
-                        frame.id = string_of(&identity, &left)
+                    template.rows, template.used = rows, True
+                    if template.ids:
+                        template.id = string_of(&identity, &left)
                         if left < 0:
                             return None     # too long an id: read_infer says so
                     if k:
-                        self.frames.insert(0, self.frames.pop(k))
-                    return frame
+                        self.templates.insert(0, self.templates.pop(k))
+                    return template
             return None
         finally:
             PyBuffer_Release(&view)

@@ -1,10 +1,10 @@
 """Maintenance by the owner of an arena while others work in it: memory that nobody uses, batches that hang.
 
-    looks = Looks(arena.memory, front=0)
-    while looks.give_back(): ...        every few seconds; True: cut short, to be gone on with soon
-    looks.running()                     who runs what, and since when nothing was heard of it
+    scanner = ArenaScanner(arena.memory, front=0)
+    while scanner.trim(): ...        every few seconds; True: cut short, to be gone on with soon
+    scanner.running()                     each running batch: worker, last sign of life, executed
 
-    pulse = Pulse(arena.memory, arena.worker_bells)
+    pulse = Heartbeat(arena.memory, arena.worker_doorbells)
     pulse.ping(0)                       whether worker 0 has answered the ping before; its loop does, also while it idles
 
 What was free at one look and at the next is given back, in every process at once. How that is safe beside live
@@ -16,31 +16,31 @@ from libc.stdlib cimport free
 from slot_verbs cimport Arena, SLOT_RUNNING, Slot, arena_attach, load64, slot_at, word_state, word_worker, worker_busy, worker_ping
 
 cdef extern from "trim.h" nogil:
-    ctypedef struct SlotLook:
+    ctypedef struct SlotScan:
         pass
-    ctypedef struct TrimLooks:
-        SlotLook* slots
-    bint looks_open(const Arena*, TrimLooks*)
-    bint arena_trim(const Arena*, TrimLooks*, uint32_t front)
+    ctypedef struct ArenaScan:
+        SlotScan* slots
+    bint scan_open(const Arena*, ArenaScan*)
+    bint arena_trim(const Arena*, ArenaScan*, uint32_t front)
 
 
-cdef class Looks:
+cdef class ArenaScanner:
     """One process's looks at an arena, as front number `front`; the memory is borrowed."""
 
     cdef Arena arena
     cdef object memory
-    cdef TrimLooks looks
+    cdef ArenaScan scan
     cdef uint32_t front
 
     def __init__(self, uint8_t[::1] memory not None, *, uint32_t front=0):
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]):
             raise ValueError("this memory holds no arena of this version")
-        if not looks_open(&self.arena, &self.looks):
+        if not scan_open(&self.arena, &self.scan):
             raise MemoryError
         self.memory, self.front = memory, front
 
     def __dealloc__(self):
-        free(self.looks.slots)
+        free(self.scan.slots)
 
     def running(self) -> list:
         """(worker, since, ran) of each batch a worker runs: when it was taken or last gave a sign of life,
@@ -56,33 +56,33 @@ cdef class Looks:
                 found.append((word_worker(w), max(s.taken_ns, s.moved_ns), s.ran_ns != 0))
         return found
 
-    def give_back(self) -> bool:
+    def trim(self) -> bool:
         """Give back what nobody has used since the last look, 16 MB at most; True: call again to go on."""
         cdef bint more
         with nogil:
-            more = arena_trim(&self.arena, &self.looks, self.front)
+            more = arena_trim(&self.arena, &self.scan, self.front)
         return more
 
 
-cdef class Pulse:
+cdef class Heartbeat:
     """The owner's questions to the workers of an arena whether they live; the memory is borrowed. `parted`: their
     answers may come in parts, also when execute() is over."""
 
     cdef Arena arena
     cdef object memory
-    cdef list bells
+    cdef list doorbells
     cdef bint parted
 
-    def __init__(self, uint8_t[::1] memory not None, worker_bells, *, bint parted=False):
+    def __init__(self, uint8_t[::1] memory not None, worker_doorbells, *, bint parted=False):
         if not arena_attach(&self.arena, &memory[0], memory.shape[0]):
             raise ValueError("this memory holds no arena of this version")
-        self.memory, self.bells, self.parted = memory, list(worker_bells), parted
+        self.memory, self.doorbells, self.parted = memory, list(worker_doorbells), parted
 
     def ping(self, uint32_t worker) -> bool:
         """Ask a worker's loop for a sign of life; whether it has answered the question before this one."""
         if worker >= self.arena.workers:
             raise ValueError(f"worker {worker} of {self.arena.workers}")
-        return worker_ping(&self.arena, worker, self.bells[worker])
+        return worker_ping(&self.arena, worker, self.doorbells[worker])
 
     def busy(self, uint32_t worker) -> bool:
         """Whether a worker is in a batch; where answers come in parts, until its execute() is over."""

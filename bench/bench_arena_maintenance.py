@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from fastserve._ext.upkeep import Looks
+from fastserve._ext.arena_maintenance import ArenaScanner
 from fastserve.workers.arena import Arena, Geometry
 
 ARENA = Arena.create(Geometry(256, 8, (), (), slab_pages=1 << 17, max_delay_ns=0, workers=1, fronts=1))
 RING = ARENA.ring(front=0)
-RING.return_lease(RING.lease(1 << 29))
-LOOKS = Looks(ARENA.memory)
-while LOOKS.give_back():
+RING.free_slab(RING.allocate_slab(1 << 29))
+LOOKS = ArenaScanner(ARENA.memory)
+while LOOKS.trim():
     pass
 
 
 def test_a_look_at_512_mb_of_free_slabs(benchmark):  # type: ignore[no-untyped-def]
-    assert benchmark(LOOKS.give_back) is False
+    assert benchmark(LOOKS.trim) is False
     assert benchmark.disabled or benchmark.stats["min"] < 2e-3

@@ -1,24 +1,24 @@
 """A protobuf message as what comes again with every request of its kind, and what is its own.
 
-    SCHEME = Scheme({3: TEXT, 5: {3: LEADS}, 7: DATA})      the holes, by field numbers; a dict is a message within
-    outline = SCHEME.read(data)             # None for what is no message of this kind
-    outline.head                            # all of it but what is in holes: equal heads, equal requests
-    outline.id, outline.leads, outline.sizes                # its own
-    outline.copy_data(0, memory)            # one copy, to where the tensor goes; False: it does not fit
+    SCHEME = Scheme({3: TEXT, 5: {3: LEADS}, 7: DATA})      the placeholders, by field numbers; a dict is a message within
+    skeleton = SCHEME.read(data)             # None for what is no message of this kind
+    skeleton.head                            # all of it but what is in placeholders: equal heads, equal requests
+    skeleton.id, skeleton.leads, skeleton.sizes                # its own
+    skeleton.copy_data(0, memory)            # one copy, to where the tensor goes; False: it does not fit
 
-KnownFields and MessagesPath are what runs for every request whose head is known.
+TemplateFields and TemplatesPath are what runs for every request whose head is known.
 
-    hole    what is in it
+    placeholder    what is in it
     TEXT    the request's id
     DATA    a tensor's bytes, or its numbers, packed
     LEAD    the first axis of a shape, as a number
-    LEADS   a whole shape, packed, of which the first number is a hole
+    LEADS   a whole shape, packed, of which the first number is a placeholder
     First({...})    the first of several messages within; the others are part of the head
 
-Lengths are holes too: those of data, and of every message that a scheme enters, which change with the rows.
+Lengths are placeholders too: those of data, and of every message that a scheme enters, which change with the rows.
 Where a message within ends is marked in the head (a tag is never 0), so a head can be read back, and no two
-requests that differ outside of their holes share one. Nothing else of a head is looked at: whether it makes
-sense is for whoever read the whole message before (`proto_wire`, `tensor_proto`), with the same head.
+requests that differ outside of their placeholders share one. Nothing else of a head is looked at: whether it makes
+sense is for the reader of the whole message (`proto_wire`, `tensor_proto`), with the same head.
 """
 
 cimport cython
@@ -43,20 +43,20 @@ cdef extern from "wire_contents.h" nogil:
 
 cdef enum:
     HEAD_BYTES = 4096
-    HOLES = 64
+    PLACEHOLDERS = 64
     NUMBERS = 32                # fields of higher numbers are part of the head
     NODES = 64
     NUMBER_BYTES = 1 << 20      # of packed numbers that are read on the event loop: 4 ms of the shortest
     PASS = 0
-    TEXT_HOLE, DATA_HOLE, LEAD_HOLE, LEADS_HOLE, WITHIN, WITHIN_FIRST
+    TEXT_PLACEHOLDER, DATA_PLACEHOLDER, LEAD_PLACEHOLDER, LEADS_PLACEHOLDER, WITHIN, WITHIN_FIRST
 
 MOST_HEAD_BYTES = HEAD_BYTES
-MOST_HOLES = HOLES
-TEXT, DATA, LEAD, LEADS = TEXT_HOLE, DATA_HOLE, LEAD_HOLE, LEADS_HOLE
+MOST_PLACEHOLDERS = PLACEHOLDERS
+TEXT, DATA, LEAD, LEADS = TEXT_PLACEHOLDER, DATA_PLACEHOLDER, LEAD_PLACEHOLDER, LEADS_PLACEHOLDER
 
 
 class First(dict):
-    """A message within, of which only the first has holes."""
+    """A message within, of which only the first has placeholders."""
 
 
 cdef struct Node:
@@ -65,27 +65,27 @@ cdef struct Node:
     int8_t[NUMBERS] child
 
 
-cdef struct Hole:
+cdef struct Placeholder:
     Span span
     int owner                   # which message of the outermost it is in, -1: that itself
     int field
 
 
 cdef struct Work:
-    # A message being taken apart.
+    # A message being split into its head and its placeholders.
     const Node* nodes
     uint8_t* head               # HEAD_BYTES
     int64_t size                # of the head
     Span id
     bint has_id
     int entered                 # messages of the outermost
-    vector[Hole]* holes
+    vector[Placeholder]* placeholders
     vector[int64_t]* leads
 
 
 @cython.final
 cdef class Scheme:
-    """Where the holes of a kind of message are."""
+    """Where the placeholders of a kind of message are."""
 
     cdef vector[Node] nodes
 
@@ -102,7 +102,7 @@ cdef class Scheme:
         self.nodes.push_back(node)
         for number, what in fields.items():
             if not 0 < number < NUMBERS:
-                raise ValueError(f"field {number}: holes are in fields 1 to {NUMBERS - 1}")
+                raise ValueError(f"field {number}: placeholders are in fields 1 to {NUMBERS - 1}")
             if isinstance(what, dict):
                 child = self.add(what)      # which moves the nodes
                 self.nodes[at].action[<int>number] = WITHIN_FIRST if isinstance(what, First) else WITHIN
@@ -111,40 +111,40 @@ cdef class Scheme:
                 self.nodes[at].action[<int>number] = what
         return at
 
-    def read(self, bytes message not None) -> Outline | None:
-        """The outline of a serialized message. None for one whose holes are not as they are written by
-        protobuf's libraries (packed, an id once and as text), with more than MOST_HOLES of them or none with
+    def read(self, bytes message not None) -> Skeleton | None:
+        """The skeleton of a serialized message. None for one whose placeholders are not as they are written by
+        protobuf's libraries (packed, an id once and as text), with more than MOST_PLACEHOLDERS of them or none with
         data, whose head is larger than MOST_HEAD_BYTES, or that is no message at all."""
-        cdef Outline outline = Outline.__new__(Outline)
+        cdef Skeleton skeleton = Skeleton.__new__(Skeleton)
         cdef uint8_t[HEAD_BYTES] head
         cdef Work work
         cdef PyObject* text
         cdef Wire wire = open_wire(<const uint8_t*>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message))
         work.nodes, work.head, work.size = self.nodes.data(), head, 0
         work.has_id, work.entered = False, 0
-        work.holes, work.leads = &outline.holes, &outline.first
-        if not take_apart(&wire, &work, 0, 0) or outline.holes.empty():
+        work.placeholders, work.leads = &skeleton.placeholders, &skeleton.first
+        if not take_apart(&wire, &work, 0, 0) or skeleton.placeholders.empty():
             return None
-        outline.message = message
-        outline.id = ""
+        skeleton.message = message
+        skeleton.id = ""
         if work.has_id and work.id.size:
             text = PyUnicode_DecodeUTF8(<const char*>work.id.at, work.id.size, NULL)
             if text is NULL:
                 PyErr_Clear()
                 return None
-            outline.id = steal(text)
-        outline.head = PyBytes_FromStringAndSize(<const char*>head, work.size)
-        return outline
+            skeleton.id = steal(text)
+        skeleton.head = PyBytes_FromStringAndSize(<const char*>head, work.size)
+        return skeleton
 
 
 @cython.final
 @cython.no_gc                   # bytes and a text: no cycle can be made of them
 @cython.freelist(64)
-cdef class Outline:
+cdef class Skeleton:
     """One request. Its data stays in the message, which it holds on to."""
 
     cdef bytes message
-    cdef vector[Hole] holes
+    cdef vector[Placeholder] placeholders
     cdef vector[int64_t] first
     cdef readonly bytes head
     cdef readonly str id
@@ -161,14 +161,14 @@ cdef class Outline:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each hole with data."""
-        return tuple([hole.span.size for hole in self.holes])
+        """Bytes of each placeholder with data."""
+        return tuple([placeholder.span.size for placeholder in self.placeholders])
 
     @property
     def fields(self) -> tuple[tuple[int, int], ...]:
-        """Of each hole with data: which of the messages that the outermost holds it is in, -1 for none, and
+        """Of each placeholder with data: which of the messages that the outermost holds it is in, -1 for none, and
         its field there."""
-        return tuple([(hole.owner, hole.field) for hole in self.holes])
+        return tuple([(placeholder.owner, placeholder.field) for placeholder in self.placeholders])
 
     def copy_data(self, index: int, out, width: int = 0, truth: bool = False) -> bool:
         """Data into `out`; False when it has not its size. With a `width` it is numbers of a packed field,
@@ -176,9 +176,9 @@ cdef class Outline:
         return self.put(index, out, width, truth)
 
     cdef bint put(self, Py_ssize_t index, out, int width, bint truth) except -1:
-        if not 0 <= index < <Py_ssize_t>self.holes.size():
-            raise IndexError(f"no data {index}: there are {self.holes.size()}")
-        cdef Span span = self.holes[<size_t>index].span
+        if not 0 <= index < <Py_ssize_t>self.placeholders.size():
+            raise IndexError(f"no data {index}: there are {self.placeholders.size()}")
+        cdef Span span = self.placeholders[<size_t>index].span
         cdef Py_buffer memory
         cdef Sink sink
         cdef bint fits
@@ -207,15 +207,15 @@ cdef class Outline:
 # -- messages that are known -----------------------------------------------------------------------
 
 cdef struct Origin:
-    int hole
+    int placeholder
     int width
     bint truth
 
 
-cdef class KnownFields:
-    """The part of a message template that every request uses; the base of fastserve/serving/request_templates.py's KnownMessage.
+cdef class TemplateFields:
+    """The part of a message template that every request uses; the base of fastserve/serving/request_templates.py's MessageTemplate.
 
-    `sources`: (hole, width, truth) of each input, as `copy_data` takes them; `find_version`: the version that such
+    `sources`: (placeholder, width, truth) of each input, as `copy_data` takes them; `find_version`: the version that such
     a request asks for now; `leads`: of the message it was learned from; `rows`: of the request at hand."""
 
     cdef vector[Origin] origins
@@ -226,35 +226,35 @@ cdef class KnownFields:
 
     @property
     def sources(self) -> list[tuple[int, int, bool]]:
-        return [(one.hole, one.width, one.truth) for one in self.origins]
+        return [(one.placeholder, one.width, one.truth) for one in self.origins]
 
     @sources.setter
     def sources(self, given) -> None:
         cdef Origin one
         self.origins.clear()
-        for one.hole, one.width, one.truth in given:
+        for one.placeholder, one.width, one.truth in given:
             self.origins.push_back(one)
 
-    def is_met_by(self, Outline outline not None, queue) -> bool:
+    def is_met_by(self, Skeleton skeleton not None, queue) -> bool:
         """Whether the first axes are rows that fit, or without rows the same; then they are the request's. More numbers
         than are read in passing are never met."""
-        return self.meets(outline, queue)
+        return self.meets(skeleton, queue)
 
-    cdef bint meets(self, Outline outline, queue) except -1:
+    cdef bint meets(self, Skeleton skeleton, queue) except -1:
         cdef Origin one
         cdef int64_t numbers = 0
         for one in self.origins:
-            if one.width and <size_t>one.hole < outline.holes.size():
-                numbers += outline.holes[one.hole].span.size
+            if one.width and <size_t>one.placeholder < skeleton.placeholders.size():
+                numbers += skeleton.placeholders[one.placeholder].span.size
         if numbers > NUMBER_BYTES:
             return False
         if not self.batching:
             self.rows = 1
-            return outline.leads == self.leads
-        self.rows = outline.common()
+            return skeleton.leads == self.leads
+        self.rows = skeleton.common()
         return 0 < self.rows <= <int64_t>queue.max_rows
 
-    def fill(self, Outline source not None, list memory not None) -> bool:
+    def fill(self, Skeleton source not None, list memory not None) -> bool:
         """The inputs, each to where it goes; False when one has not its size. Raises ValueError for another number of
         places than of inputs."""
         cdef size_t i
@@ -263,30 +263,30 @@ cdef class KnownFields:
             raise ValueError(f"{len(memory)} places for {self.origins.size()} inputs")
         for i in range(self.origins.size()):
             one = self.origins[i]
-            if not source.put(one.hole, memory[<Py_ssize_t>i], one.width, one.truth):
+            if not source.put(one.placeholder, memory[<Py_ssize_t>i], one.width, one.truth):
                 return False
         return True
 
 
-cdef class MessagesPath:
-    """From an outline to the fast path of a known message; the base of the same module's KnownMessages. `find` gives
+cdef class TemplatesPath:
+    """From a skeleton to the fast path of a known message; the base of the same module's MessageTemplates. `find` gives
     the path and the message of a head, or None; `drop` forgets a head whose requests mean something else now."""
 
     cdef public object find, drop
 
-    def start(self, Outline outline not None, exchange, deadline_ns) -> bool:
+    def start(self, Skeleton skeleton not None, exchange, deadline_ns) -> bool:
         """Take a request, which has that time, or return False: nothing has happened then."""
-        cdef KnownFields message
-        known = self.find(outline.head)
+        cdef TemplateFields message
+        known = self.find(skeleton.head)
         if known is None:
             return False
         path, message = <tuple?>known
         if message.find_version() is not path.version:
-            self.drop(outline.head)
+            self.drop(skeleton.head)
             return False
-        if not message.meets(outline, path.queue):
+        if not message.meets(skeleton, path.queue):
             return False
-        return path.start(exchange, message, outline, outline.id, deadline_ns)
+        return path.start(exchange, message, skeleton, skeleton.id, deadline_ns)
 
 
 cdef bint put_data(Span span, Sink* sink) noexcept nogil:
@@ -301,7 +301,7 @@ cdef bint put_data(Span span, Sink* sink) noexcept nogil:
 
 
 cdef bint take_apart(Wire* wire, Work* work, int at, int level) noexcept nogil:
-    # One message: what is no hole goes to the head. False for what has no outline.
+    # One message: what is no placeholder goes to the head. False for what has no skeleton.
     cdef const uint8_t* start = wire.at
     cdef const uint8_t* field
     cdef const Node* node = &work.nodes[at]
@@ -321,33 +321,33 @@ cdef bint take_apart(Wire* wire, Work* work, int at, int level) noexcept nogil:
             continue
         seen |= 1u << number
         # A request without an id has the same head.
-        if not keep(work, start, field if action == TEXT_HOLE else wire.at):
+        if not keep(work, start, field if action == TEXT_PLACEHOLDER else wire.at):
             return False
-        if not take_hole(wire, work, action, tag, node.child[number], level):
+        if not take_placeholder(wire, work, action, tag, node.child[number], level):
             return False
         start = wire.at
     return keep(work, start, wire.at)
 
 
-cdef bint take_hole(Wire* wire, Work* work, uint8_t action, uint32_t tag, int child, int level) noexcept nogil:
+cdef bint take_placeholder(Wire* wire, Work* work, uint8_t action, uint32_t tag, int child, int level) noexcept nogil:
     cdef Span span
-    cdef Hole hole
+    cdef Placeholder placeholder
     cdef Wire inner
     cdef uint64_t number
-    if action == LEAD_HOLE:
+    if action == LEAD_PLACEHOLDER:
         return tag & 7 == 0 and read_varint(wire, &number) and add_lead(work, number)
     if tag & 7 != 2 or not read_span(wire, &span):
         return False
-    if action == DATA_HOLE:
-        hole.span, hole.field, hole.owner = span, <int>(tag >> 3), work.entered - 1 if level else -1
-        work.holes.push_back(hole)
-        return work.holes.size() <= HOLES
-    if action == TEXT_HOLE:
+    if action == DATA_PLACEHOLDER:
+        placeholder.span, placeholder.field, placeholder.owner = span, <int>(tag >> 3), work.entered - 1 if level else -1
+        work.placeholders.push_back(placeholder)
+        return work.placeholders.size() <= PLACEHOLDERS
+    if action == TEXT_PLACEHOLDER:
         work.id = span
         work.has_id, number = True, work.has_id
         return not number
     inner = enter(wire, span)
-    if action == LEADS_HOLE:
+    if action == LEADS_PLACEHOLDER:
         return read_varint(&inner, &number) and add_lead(work, number) and keep_rest(work, &inner)
     work.entered += level == 0
     return take_apart(&inner, work, child, level + 1) and keep_byte(work, 0)
@@ -355,7 +355,7 @@ cdef bint take_hole(Wire* wire, Work* work, uint8_t action, uint32_t tag, int ch
 
 cdef bint add_lead(Work* work, uint64_t number) noexcept nogil:
     work.leads.push_back(<int64_t>number)
-    return work.leads.size() <= HOLES
+    return work.leads.size() <= PLACEHOLDERS
 
 
 cdef bint keep(Work* work, const uint8_t* start, const uint8_t* end) noexcept nogil:
@@ -379,7 +379,7 @@ cdef bint keep_rest(Work* work, Wire* inner) noexcept nogil:
     )
 
 
-def write_known(bytes before not None, str id not None, bytes after not None, raw) -> bytes:
+def write_from_template(bytes before not None, str id not None, bytes after not None, raw) -> bytes:
     """A ModelInferResponse: the fields `before`, the id, the fields `after`, the tensors' bytes.
 
     Raises WireFault (TOO_LARGE) at 2 GiB.

@@ -7,8 +7,8 @@ import mmap
 import prometheus_client
 import pytest
 
-from fastserve._ext import meter
-from fastserve.engine.batch_queue import QueueMeters
+from fastserve._ext import shared_metrics
+from fastserve.engine.batch_queue import QueueMetrics
 from fastserve.metrics import Registry
 from fastserve.metrics.names import STAGE_SECONDS, Traffic
 
@@ -17,11 +17,13 @@ ROUNDS = {"rounds": 20, "iterations": 20_000}
 
 
 def ours():  # type: ignore[no-untyped-def]
-    memory = mmap.mmap(-1, meter.file_bytes(*SIZES))
-    meter.lay_out(memory, *SIZES)
-    section = meter.Section(memory, 0)
-    slots = section.append(meter.KIND_HISTOGRAM, b"h", len(STAGE_SECONDS) + 2)
-    return meter.Counter(section, -1).add, meter.Histogram(section, slots, STAGE_SECONDS).observe
+    memory = mmap.mmap(-1, shared_metrics.file_bytes(*SIZES))
+    shared_metrics.lay_out(memory, *SIZES)
+    section = shared_metrics.Section(memory, 0)
+    slots = section.append(shared_metrics.KIND_HISTOGRAM, b"h", len(STAGE_SECONDS) + 2)
+    return shared_metrics.Counter(section, -1).add, shared_metrics.Histogram(
+        section, slots, STAGE_SECONDS
+    ).observe
 
 
 def theirs():  # type: ignore[no-untyped-def]
@@ -45,7 +47,7 @@ def test_histogram(benchmark, make) -> None:  # type: ignore[no-untyped-def]
 def test_scrape_of_ten_models(benchmark) -> None:  # type: ignore[no-untyped-def]
     found = Registry()
     for number in range(10):
-        QueueMeters(found, f"model{number}", 1, 0, 64)
+        QueueMetrics(found, f"model{number}", 1, 0, 64)
         Traffic(found, "kserve_v2", [f"model{number}"]).stages(f"model{number}", 1)
     page = benchmark(found.expose)
     assert page.count(b"\n") > 1000

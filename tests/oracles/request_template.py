@@ -1,4 +1,4 @@
-"""Frames by regular expressions: a header with holes, and what stands in them. No claim to speed."""
+"""Templates by regular expressions: a header with placeholders and their values. No claim to speed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ PATTERNS["size"] = PATTERNS["rows"]
 
 def take(
     header: bytes,
-    holes: Sequence[tuple[str, int, int, int]],
+    placeholders: Sequence[tuple[str, int, int, int]],
     inputs: Sequence[tuple[str, Sequence[int], str]],
     request: bytes,
     header_bytes: int,
 ) -> tuple[int, str, list[bytes | None]] | None:
-    """(rows, id, each input's bytes) of a request that fits a header with holes; None of another.
+    """(rows, id, each input's bytes) of a request that fits a header with placeholders; None of another.
 
     inputs: (datatype, shape of a row, where the data is: "data", "blob" or "outside").
     """
     pattern, at = b"", 0
-    for kind, start, end, _ in holes:
+    for kind, start, end, _ in placeholders:
         pattern += re.escape(header[at:start]) + PATTERNS[kind]
         at = end
     found = re.fullmatch(pattern + re.escape(header[at:]), request[:header_bytes], re.DOTALL)
     if found is None:
         return None
-    texts = {(kind, number): text for (kind, _, _, number), text in zip(holes, found.groups(), strict=True)}
+    texts = {
+        (kind, number): text for (kind, _, _, number), text in zip(placeholders, found.groups(), strict=True)
+    }
     rows = int(texts["rows", 0])
     identity = infer_json.read(b'{"id":' + texts.get(("id", -1), b'""') + b',"inputs":[]}')[0]
     values: list[bytes | None] = []

@@ -1,7 +1,7 @@
-"""proto_outline against protobuf's own library: a head and its holes are the message, and nothing else is.
+"""message_skeleton against protobuf's library: a head and its placeholders are the message, nothing else is.
 
 `rebuild` reads heads backwards. What it makes must mean what the message meant, so two requests with one head
-differ in their holes alone.
+differ in their placeholders alone.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.proto_outline import (
+from fastserve._ext.message_skeleton import (
     DATA,
     LEAD,
     LEADS,
     MOST_HEAD_BYTES,
-    MOST_HOLES,
+    MOST_PLACEHOLDERS,
     TEXT,
     First,
-    KnownFields,
-    MessagesPath,
-    Outline,
     Scheme,
-    write_known,
+    Skeleton,
+    TemplateFields,
+    TemplatesPath,
+    write_from_template,
 )
 from fastserve._ext.proto_wire import write_infer_response
 from fastserve.protos import load
 from tests.effort import examples
 from tests.ext.test_proto_wire import REQUESTS, serialize
 from tests.ext.wire_strategies import MESSAGES, bent, field, varint
-from tests.oracles import proto_outline as oracle
-from tests.oracles.proto_outline import Holes, rebuild
+from tests.oracles import message_skeleton as oracle
+from tests.oracles.message_skeleton import Holes, rebuild
 from tests.oracles.proto_wire import FLAT, KSERVE, without_maps
 
 V2: dict[int, Any] = {3: TEXT, 5: {3: LEADS, 5: dict.fromkeys(range(1, 8), DATA)}, 7: DATA}
@@ -68,11 +68,11 @@ PREDICTS = st.lists(ENTRIES.map(lambda entry: field(2, 2, entry)), min_size=1, m
 SENT = {"v2": REQUESTS.map(serialize), "tfs": PREDICTS}
 
 
-def data_of(outline: Outline) -> list[bytes]:
+def data_of(skeleton: Skeleton) -> list[bytes]:
     found = []
-    for index, size in enumerate(outline.sizes):
+    for index, size in enumerate(skeleton.sizes):
         memory = bytearray(size)
-        assert outline.copy_data(index, memory)
+        assert skeleton.copy_data(index, memory)
         found.append(bytes(memory))
     return found
 
@@ -86,15 +86,15 @@ def meaning(kind: Any, data: bytes) -> bytes | None:
     return found
 
 
-def check(name: str, data: bytes) -> Outline | None:
-    """Check that a message with an outline means the same as its head and holes, where it means anything."""
+def check(name: str, data: bytes) -> Skeleton | None:
+    """Check that a message with a skeleton means the same as its head and placeholders, if anything."""
     fields, scheme, kind = KINDS[name]
-    outline = scheme.read(data)
-    if outline is not None:
-        holes = Holes(deque(outline.leads), deque(data_of(outline)))
-        again = rebuild(fields, outline.head, holes, outline.id.encode())
+    skeleton = scheme.read(data)
+    if skeleton is not None:
+        placeholders = Holes(deque(skeleton.leads), deque(data_of(skeleton)))
+        again = rebuild(fields, skeleton.head, placeholders, skeleton.id.encode())
         assert meaning(kind, again) == meaning(kind, data)
-    return outline
+    return skeleton
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -164,9 +164,9 @@ def test_other_requests_have_other_heads(one: list[Any], other: list[Any]) -> No
     heads = []
     for inputs in (one, other):
         message = KSERVE.ModelInferRequest(inputs=inputs, raw_input_contents=[b"1"])
-        outline = V2_SCHEME.read(message.SerializeToString())
-        assert outline is not None
-        heads.append(outline.head)
+        skeleton = V2_SCHEME.read(message.SerializeToString())
+        assert skeleton is not None
+        heads.append(skeleton.head)
     assert heads[0] != heads[1]
 
 
@@ -182,7 +182,7 @@ HEAD, RAW = field(1, 2, b"m"), field(7, 2, b"abc")
         field(3, 2, b"\xff") + RAW,
         field(3, 0, b"\x01") + RAW,
         field(1, 2, bytes(MOST_HEAD_BYTES)) + RAW,
-        HEAD + RAW * (MOST_HOLES + 1),
+        HEAD + RAW * (MOST_PLACEHOLDERS + 1),
         HEAD + RAW[:-1],
         HEAD + field(7, 0, b"\x01"),
         HEAD + RAW + b"\x3a\xff\xff\xff\xff\x0f",
@@ -193,7 +193,7 @@ HEAD, RAW = field(1, 2, b"m"), field(7, 2, b"abc")
         field(5, 2, field(3, 2, b"\x01" * 257)) + RAW,
         field(5, 2, field(3, 2, b"\x80")) + RAW,
         field(5, 2, field(5, 2, field(6, 5, b"1234"))) + RAW,  # not packed
-        field(5, 2, field(3, 2, b"\x01")) * (MOST_HOLES + 1) + RAW,
+        field(5, 2, field(3, 2, b"\x01")) * (MOST_PLACEHOLDERS + 1) + RAW,
     ],
     ids=range(17),
 )
@@ -203,32 +203,32 @@ def test_what_has_no_outline(data: bytes) -> None:
 
 def test_the_limits_themselves_are_allowed() -> None:
     assert V2_SCHEME.read(field(1, 2, bytes(MOST_HEAD_BYTES - 4)) + RAW) is not None
-    assert V2_SCHEME.read(HEAD + RAW * MOST_HOLES) is not None
+    assert V2_SCHEME.read(HEAD + RAW * MOST_PLACEHOLDERS) is not None
 
 
 def test_rows_are_those_of_all() -> None:
     def rows(*shapes: bytes) -> int:
-        outline = V2_SCHEME.read(b"".join(field(5, 2, field(3, 2, shape)) for shape in shapes) + RAW)
-        assert outline is not None
-        return outline.rows
+        skeleton = V2_SCHEME.read(b"".join(field(5, 2, field(3, 2, shape)) for shape in shapes) + RAW)
+        assert skeleton is not None
+        return skeleton.rows
 
     assert (rows(), rows(b"\x05"), rows(b"\x05\x01", b"\x05\x02"), rows(b"\x05", b"\x06")) == (-1, 5, 5, -1)
     assert rows(varint(2**64 - 1)) == -1
 
 
 def test_copies_want_the_size_of_the_data() -> None:
-    outline = V2_SCHEME.read(HEAD + RAW + field(7, 2, b"\x07\xac\x02"))
-    assert outline is not None
-    assert not outline.copy_data(0, bytearray(2))
-    assert not outline.copy_data(0, bytearray(4))
+    skeleton = V2_SCHEME.read(HEAD + RAW + field(7, 2, b"\x07\xac\x02"))
+    assert skeleton is not None
+    assert not skeleton.copy_data(0, bytearray(2))
+    assert not skeleton.copy_data(0, bytearray(4))
     numbers = bytearray(4)
-    assert outline.copy_data(1, numbers, 2)
+    assert skeleton.copy_data(1, numbers, 2)
     assert numbers == b"\x07\x00\x2c\x01"
-    assert outline.copy_data(1, numbers[:2], 1, True)
-    assert not outline.copy_data(1, bytearray(2), 2)
-    assert not outline.copy_data(1, bytearray(6), 2)
+    assert skeleton.copy_data(1, numbers[:2], 1, True)
+    assert not skeleton.copy_data(1, bytearray(2), 2)
+    assert not skeleton.copy_data(1, bytearray(6), 2)
     with pytest.raises(IndexError):
-        outline.copy_data(2, bytearray(3))
+        skeleton.copy_data(2, bytearray(3))
 
 
 @pytest.mark.parametrize("fields", [{0: DATA}, {32: DATA}, {-1: TEXT}])
@@ -243,7 +243,7 @@ def test_replies_are_those_of_the_general_writer(model: str, request_id: str, te
     before = write_infer_response(model, "3", "", None, (), ())
     after = write_infer_response("", "", "", None, outputs, ())
     whole = write_infer_response(model, "3", request_id, None, outputs, tensors)
-    assert write_known(before, request_id, after, tensors) == whole
+    assert write_from_template(before, request_id, after, tensors) == whole
 
 
 # -- messages that are known ---------------------------------------------------------------------
@@ -251,22 +251,22 @@ def test_replies_are_those_of_the_general_writer(model: str, request_id: str, te
 SIGNED = st.integers(-2, 5)
 
 
-def shapes_and_raw(leads: list[int], sizes: list[int]) -> Outline:
+def shapes_and_raw(leads: list[int], sizes: list[int]) -> Skeleton:
     shapes = b"".join(field(5, 2, field(3, 2, varint(lead % 2**64))) for lead in leads)
     raw = b"".join(field(7, 2, bytes([index + 1]) * size) for index, size in enumerate(sizes))
-    outline = V2_SCHEME.read(shapes + raw)
-    assert outline is not None
-    return outline
+    skeleton = V2_SCHEME.read(shapes + raw)
+    assert skeleton is not None
+    return skeleton
 
 
 @given(st.lists(SIGNED, max_size=3), st.lists(SIGNED, max_size=3), st.booleans(), st.integers(0, 4))
 def test_who_is_like_the_one_that_was_learned(
     leads: list[int], learned: list[int], batching: bool, most: int
 ) -> None:
-    known, outline = KnownFields(), shapes_and_raw(leads, [1])
+    known, skeleton = TemplateFields(), shapes_and_raw(leads, [1])
     known.batching, known.leads = batching, tuple(learned)
-    wanted = oracle.meets(outline, known.leads, batching, most)
-    assert known.is_met_by(outline, SimpleNamespace(max_rows=most)) == bool(wanted)
+    wanted = oracle.meets(skeleton, known.leads, batching, most)
+    assert known.is_met_by(skeleton, SimpleNamespace(max_rows=most)) == bool(wanted)
     assert not wanted or known.rows == wanted
 
 
@@ -275,9 +275,9 @@ def test_who_is_like_the_one_that_was_learned(
 )
 def test_numbers_that_take_long_to_read_are_not_met(width: int, nbytes: int, met: bool) -> None:
     """Bytes are copied; packed numbers are read one by one, on the event loop."""
-    known, outline = KnownFields(), shapes_and_raw([1], [nbytes])
+    known, skeleton = TemplateFields(), shapes_and_raw([1], [nbytes])
     known.batching, known.sources = True, [(0, width, False)]
-    assert known.is_met_by(outline, SimpleNamespace(max_rows=1)) == met
+    assert known.is_met_by(skeleton, SimpleNamespace(max_rows=1)) == met
 
 
 SIZES = st.lists(st.integers(0, 6), min_size=1, max_size=3)
@@ -288,36 +288,36 @@ PLACES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from((0, 0, 1, 2)), st
 def test_inputs_go_to_their_places(
     sizes: list[int], sources: list[tuple[int, int, bool]], room: list[int]
 ) -> None:
-    sources = [(hole % len(sizes), width, truth) for hole, width, truth in sources][: len(room)]
-    known, outline = KnownFields(), shapes_and_raw([], sizes)
+    sources = [(placeholder % len(sizes), width, truth) for placeholder, width, truth in sources][: len(room)]
+    known, skeleton = TemplateFields(), shapes_and_raw([], sizes)
     known.sources = sources
     assert known.sources == sources
     found, wanted = ([bytearray(size) for size in room[: len(sources)]] for _ in range(2))
-    assert known.fill(outline, found) == oracle.fill(outline, sources, wanted)
+    assert known.fill(skeleton, found) == oracle.fill(skeleton, sources, wanted)
     assert found == wanted
     with pytest.raises(ValueError, match="places for"):
-        known.fill(outline, [*found, bytearray(1)])
+        known.fill(skeleton, [*found, bytearray(1)])
 
 
 def test_a_head_leads_to_its_path_and_no_further_than_its_version() -> None:
-    outline = shapes_and_raw([2], [4])
+    skeleton = shapes_and_raw([2], [4])
     version, dropped, started = object(), list[bytes](), list[Any]()
     path = SimpleNamespace(
         version=version,
         queue=SimpleNamespace(max_rows=2),
         start=lambda *given: started.append(given) or len(started) < 2,
     )
-    known, messages = KnownFields(), MessagesPath()
+    known, messages = TemplateFields(), TemplatesPath()
     known.batching, known.find_version = True, lambda: version
     heads: dict[bytes, Any] = {}
     messages.find, messages.drop = heads.get, dropped.append
-    assert not messages.start(outline, "exchange", 7)
-    heads[outline.head] = path, known
-    assert messages.start(outline, "exchange", 7)
-    assert started == [("exchange", known, outline, "", 7)]
-    assert not messages.start(outline, "exchange", 7), "the path's word counts"
+    assert not messages.start(skeleton, "exchange", 7)
+    heads[skeleton.head] = path, known
+    assert messages.start(skeleton, "exchange", 7)
+    assert started == [("exchange", known, skeleton, "", 7)]
+    assert not messages.start(skeleton, "exchange", 7), "the path's word counts"
     assert not messages.start(shapes_and_raw([3], [4]), "exchange", 7), "more rows than a batch"
     assert len(started) == 2
     known.find_version = lambda: None
-    assert not messages.start(outline, "exchange", 7)
-    assert (dropped, len(started)) == ([outline.head], 2)
+    assert not messages.start(skeleton, "exchange", 7)
+    assert (dropped, len(started)) == ([skeleton.head], 2)

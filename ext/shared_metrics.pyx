@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms whose numbers live in shared memory (layout: ext/include/meter.h).
+"""Counters, gauges and histograms whose numbers live in shared memory (layout: ext/include/shared_metrics.h).
 
 Not the registry: names, labels and the text of /metrics are fastserve/metrics. This module lays out
 the file, appends a series, gives out the objects that count, and reads sections back with every
@@ -18,45 +18,45 @@ from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 
-cdef extern from "meter.h" nogil:
-    const uint64_t METER_MAGIC
-    const uint32_t METER_SLOTS_EACH_MAX, METER_BOUNDS_MAX, METER_SIZE_MAX
-    uint64_t *METER_NOWHERE
-    const uint32_t METER_COUNTER, METER_GAUGE_SUM, METER_GAUGE_LAST, METER_HISTOGRAM, METER_KINDS
-    ctypedef struct MeterFile:
+cdef extern from "shared_metrics.h" nogil:
+    const uint64_t METRIC_MAGIC
+    const uint32_t METRIC_SLOTS_EACH_MAX, METRIC_BOUNDS_MAX, METRIC_SIZE_MAX
+    uint64_t *METRIC_NOWHERE
+    const uint32_t METRIC_COUNTER, METRIC_GAUGE_SUM, METRIC_GAUGE_LAST, METRIC_HISTOGRAM, METRIC_KINDS
+    ctypedef struct MetricFile:
         uint64_t magic
         uint32_t sections, series_max, text_max, slots_max
-    ctypedef struct MeterSection:
+    ctypedef struct MetricSection:
         uint32_t series
         uint64_t overflow
-    ctypedef struct MeterSeries:
+    ctypedef struct MetricSeries:
         uint32_t kind, text_at, text_bytes, slot_at, slot_count
-    ctypedef struct MeterView:
-        MeterSection *head
-        MeterSeries *series
+    ctypedef struct MetricView:
+        MetricSection *head
+        MetricSeries *series
         char *text
         uint64_t *slots
         uint32_t series_max, text_max, slots_max
-    uint64_t meter_section_bytes(uint64_t, uint64_t, uint64_t)
-    MeterView meter_view(char *, uint64_t, uint32_t, uint32_t, uint32_t)
-    uint32_t meter_count(const MeterView *)
-    bint meter_series_at(const MeterView *, uint32_t, MeterSeries *)
-    uint64_t meter_load(const uint64_t *)
-    void meter_store(uint64_t *, uint64_t)
-    void meter_add(uint64_t *, uint64_t)
-    double meter_load_double(const uint64_t *)
-    void meter_store_double(uint64_t *, double)
-    void meter_add_double(uint64_t *, double)
-    void meter_observe(uint64_t *, const double *, uint32_t, double)
-    void meter_publish "__atomic_store_n"(uint32_t *, uint32_t, int)
+    uint64_t metric_section_bytes(uint64_t, uint64_t, uint64_t)
+    MetricView metric_view(char *, uint64_t, uint32_t, uint32_t, uint32_t)
+    uint32_t metric_count(const MetricView *)
+    bint metric_series_at(const MetricView *, uint32_t, MetricSeries *)
+    uint64_t metric_load(const uint64_t *)
+    void metric_store(uint64_t *, uint64_t)
+    void metric_add(uint64_t *, uint64_t)
+    double metric_load_double(const uint64_t *)
+    void metric_store_double(uint64_t *, double)
+    void metric_add_double(uint64_t *, double)
+    void metric_observe(uint64_t *, const double *, uint32_t, double)
+    void metric_publish "__atomic_store_n"(uint32_t *, uint32_t, int)
     const int ATOMIC_RELEASE "__ATOMIC_RELEASE"
 
 
-KIND_COUNTER = METER_COUNTER
-KIND_GAUGE_SUM = METER_GAUGE_SUM
-KIND_GAUGE_LAST = METER_GAUGE_LAST
-KIND_HISTOGRAM = METER_HISTOGRAM
-BOUNDS_MAX = METER_BOUNDS_MAX
+KIND_COUNTER = METRIC_COUNTER
+KIND_GAUGE_SUM = METRIC_GAUGE_SUM
+KIND_GAUGE_LAST = METRIC_GAUGE_LAST
+KIND_HISTOGRAM = METRIC_HISTOGRAM
+BOUNDS_MAX = METRIC_BOUNDS_MAX
 
 
 cdef inline uint64_t now_ns() noexcept nogil:
@@ -67,16 +67,16 @@ cdef inline uint64_t now_ns() noexcept nogil:
 
 def file_bytes(uint32_t sections, uint32_t series_max, uint32_t text_max, uint32_t slots_max):
     """Bytes of a file with `sections` sections of these sizes. Raises ValueError for absurd ones."""
-    if not 0 < sections <= 4096 or max(series_max, text_max, slots_max) > METER_SIZE_MAX:
+    if not 0 < sections <= 4096 or max(series_max, text_max, slots_max) > METRIC_SIZE_MAX:
         raise ValueError("not a size a file of meters can have")
-    return sizeof(MeterFile) + sections * meter_section_bytes(series_max, text_max, slots_max)
+    return sizeof(MetricFile) + sections * metric_section_bytes(series_max, text_max, slots_max)
 
 
 def lay_out(memory, uint32_t sections, uint32_t series_max, uint32_t text_max, uint32_t slots_max):
     """Write the file header into zeroed `memory` of file_bytes(...) bytes. Raises ValueError."""
     cdef Py_buffer view
     PyObject_GetBuffer(memory, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-    cdef MeterFile *head = <MeterFile *>view.buf
+    cdef MetricFile *head = <MetricFile *>view.buf
     try:
         if view.len != file_bytes(sections, series_max, text_max, slots_max):
             raise ValueError("the memory is not of the size these sections take")
@@ -84,7 +84,7 @@ def lay_out(memory, uint32_t sections, uint32_t series_max, uint32_t text_max, u
         head.series_max = series_max
         head.text_max = text_max
         head.slots_max = slots_max
-        head.magic = METER_MAGIC
+        head.magic = METRIC_MAGIC
     finally:
         PyBuffer_Release(&view)
 
@@ -97,7 +97,7 @@ cdef class Section:
 
     cdef Py_buffer buffer
     cdef bint held
-    cdef MeterView view
+    cdef MetricView view
     cdef readonly uint32_t sections
     cdef readonly uint32_t index
 
@@ -105,11 +105,11 @@ cdef class Section:
         """Raises ValueError when `memory` is not a laid-out file or has no such section."""
         PyObject_GetBuffer(memory, &self.buffer, PyBUF_SIMPLE | PyBUF_WRITABLE)
         self.held = True
-        cdef MeterFile head
-        if self.buffer.len < <Py_ssize_t>sizeof(MeterFile):
+        cdef MetricFile head
+        if self.buffer.len < <Py_ssize_t>sizeof(MetricFile):
             raise ValueError("not a file of meters: too short")
-        memcpy(&head, self.buffer.buf, sizeof(MeterFile))
-        if head.magic != METER_MAGIC:
+        memcpy(&head, self.buffer.buf, sizeof(MetricFile))
+        if head.magic != METRIC_MAGIC:
             raise ValueError("not a file of meters: wrong mark at its start")
         if self.buffer.len != file_bytes(head.sections, head.series_max, head.text_max, head.slots_max):
             raise ValueError("not a file of meters: its size does not match its header")
@@ -117,7 +117,7 @@ cdef class Section:
             raise ValueError(f"section {index} of {head.sections}")
         self.sections = head.sections
         self.index = index
-        self.view = meter_view(<char *>self.buffer.buf, index, head.series_max, head.text_max, head.slots_max)
+        self.view = metric_view(<char *>self.buffer.buf, index, head.series_max, head.text_max, head.slots_max)
 
     def __dealloc__(self):
         if self.held:
@@ -125,15 +125,15 @@ cdef class Section:
 
     def __len__(self):
         """Series readable now."""
-        return meter_count(&self.view)
+        return metric_count(&self.view)
 
     @property
     def overflow(self):
         """Series that found no room in this section."""
-        return meter_load(&self.view.head.overflow)
+        return metric_load(&self.view.head.overflow)
 
     def count_overflow(self):
-        meter_add(&self.view.head.overflow, 1)
+        metric_add(&self.view.head.overflow, 1)
 
     def append(self, uint32_t kind, bytes text, uint32_t slot_count):
         """Add a series with zeroed values; returns its first slot, or -1 when the section is full.
@@ -141,13 +141,13 @@ cdef class Section:
         Where the free text and slots begin is worked out from the series present, so a process that
         takes a section over needs nothing else from the one that died.
         """
-        cdef MeterSeries entry
+        cdef MetricSeries entry
         cdef uint64_t text_at = 0, slot_at = 0
-        cdef uint32_t count = meter_count(&self.view), i
-        if not 0 < kind < METER_KINDS or not 0 < slot_count <= METER_SLOTS_EACH_MAX:
+        cdef uint32_t count = metric_count(&self.view), i
+        if not 0 < kind < METRIC_KINDS or not 0 < slot_count <= METRIC_SLOTS_EACH_MAX:
             raise ValueError("no such kind of series, or too many values")
         for i in range(count):
-            if meter_series_at(&self.view, i, &entry):
+            if metric_series_at(&self.view, i, &entry):
                 text_at = max(text_at, <uint64_t>entry.text_at + entry.text_bytes)
                 slot_at = max(slot_at, <uint64_t>entry.slot_at + entry.slot_count)
         if (count == self.view.series_max or text_at + len(text) > self.view.text_max
@@ -158,22 +158,22 @@ cdef class Section:
         return slot_at
 
     cdef write(self, uint32_t index, uint32_t kind, bytes text, uint32_t text_at, uint32_t slot_at, uint32_t slots):
-        cdef MeterSeries *entry = self.view.series + index
+        cdef MetricSeries *entry = self.view.series + index
         cdef uint32_t i
         memcpy(self.view.text + text_at, <const char *>text, len(text))
         for i in range(slots):
-            meter_store(self.view.slots + slot_at + i, 0)
+            metric_store(self.view.slots + slot_at + i, 0)
         entry.kind = kind
         entry.text_at = text_at
         entry.text_bytes = <uint32_t>len(text)
         entry.slot_at = slot_at
         entry.slot_count = slots
-        meter_publish(&self.view.head.series, index + 1, ATOMIC_RELEASE)
+        metric_publish(&self.view.head.series, index + 1, ATOMIC_RELEASE)
 
     def text(self, uint32_t index):
         """(kind, text, first slot, slots) of a series, or None when its entry cannot be right."""
-        cdef MeterSeries entry
-        if not meter_series_at(&self.view, index, &entry):
+        cdef MetricSeries entry
+        if not metric_series_at(&self.view, index, &entry):
             return None
         text = PyBytes_FromStringAndSize(self.view.text + entry.text_at, entry.text_bytes)
         return entry.kind, text, entry.slot_at, entry.slot_count
@@ -183,7 +183,7 @@ cdef class Section:
         if <uint64_t>slot_at + slot_count > self.view.slots_max:
             raise ValueError("slots outside the section")
         cdef uint32_t i
-        return tuple([meter_load(self.view.slots + slot_at + i) for i in range(slot_count)])
+        return tuple([metric_load(self.view.slots + slot_at + i) for i in range(slot_count)])
 
     def zero(self, uint32_t slot_at, uint32_t slot_count):
         """Set values to 0 (the gauges of a front that is no more)."""
@@ -191,22 +191,22 @@ cdef class Section:
             raise ValueError("slots outside the section")
         cdef uint32_t i
         for i in range(slot_count):
-            meter_store(self.view.slots + slot_at + i, 0)
+            metric_store(self.view.slots + slot_at + i, 0)
 
 
-cdef class Meter:
+cdef class Instrument:
     """One series' values in a section; slot -1 counts into private memory that nobody reads."""
 
     cdef Section section
     cdef uint64_t *slots
 
     def __cinit__(self, *args, **kwargs):
-        self.slots = METER_NOWHERE
+        self.slots = METRIC_NOWHERE
 
     cdef int attach(self, Section section, long long slot, uint32_t count) except -1:
         self.section = section
         if slot < 0:
-            self.slots = METER_NOWHERE
+            self.slots = METRIC_NOWHERE
         elif slot + count > section.view.slots_max:
             raise ValueError("slots outside the section")
         else:
@@ -214,7 +214,7 @@ cdef class Meter:
         return 0
 
 
-cdef class Counter(Meter):
+cdef class Counter(Instrument):
     """A number that only grows (whole: counts, bytes)."""
 
     def __cinit__(self, Section section not None, long long slot):
@@ -222,14 +222,14 @@ cdef class Counter(Meter):
 
     def add(self, uint64_t n=1):
         """Raises OverflowError for a negative n."""
-        meter_add(self.slots, n)
+        metric_add(self.slots, n)
 
     @property
     def value(self):
-        return meter_load(self.slots)
+        return metric_load(self.slots)
 
 
-cdef class Gauge(Meter):
+cdef class Gauge(Instrument):
     """A number that goes up and down. `last` ones also note when they were set (two slots)."""
 
     cdef bint last
@@ -239,21 +239,21 @@ cdef class Gauge(Meter):
         self.last = last
 
     def set(self, double value):
-        meter_store_double(self.slots, value)
+        metric_store_double(self.slots, value)
         if self.last:
-            meter_store(self.slots + 1, now_ns())
+            metric_store(self.slots + 1, now_ns())
 
     def add(self, double amount=1.0):
-        meter_add_double(self.slots, amount)
+        metric_add_double(self.slots, amount)
         if self.last:
-            meter_store(self.slots + 1, now_ns())
+            metric_store(self.slots + 1, now_ns())
 
     @property
     def value(self):
-        return meter_load_double(self.slots)
+        return metric_load_double(self.slots)
 
 
-cdef class Histogram(Meter):
+cdef class Histogram(Instrument):
     """Counts per bucket (value <= bound) and their sum. A value that is not finite is not counted."""
 
     cdef double[32] bounds
@@ -261,8 +261,8 @@ cdef class Histogram(Meter):
 
     def __cinit__(self, Section section not None, long long slot, bounds):
         """bounds: at most BOUNDS_MAX finite numbers in rising order. Raises ValueError."""
-        if not 0 < len(bounds) <= METER_BOUNDS_MAX:
-            raise ValueError(f"1 to {METER_BOUNDS_MAX} bucket bounds")
+        if not 0 < len(bounds) <= METRIC_BOUNDS_MAX:
+            raise ValueError(f"1 to {METRIC_BOUNDS_MAX} bucket bounds")
         for i, bound in enumerate(bounds):
             if not isfinite(bound) or (i and bound <= bounds[i - 1]):
                 raise ValueError("bucket bounds are finite and rising")
@@ -272,24 +272,24 @@ cdef class Histogram(Meter):
 
     def observe(self, double value):
         if isfinite(value):
-            meter_observe(self.slots, self.bounds, self.count, value)
+            metric_observe(self.slots, self.bounds, self.count, value)
 
     def observe_ns(self, long long ns):
         """A duration in nanoseconds, counted in seconds."""
-        meter_observe(self.slots, self.bounds, self.count, ns * 1e-9)
+        metric_observe(self.slots, self.bounds, self.count, ns * 1e-9)
 
     def observe_all_us(self, list durations not None):
         """Durations in microseconds, counted in seconds."""
         cdef long long us
         for us in durations:
-            meter_observe(self.slots, self.bounds, self.count, us * 1e-6)
+            metric_observe(self.slots, self.bounds, self.count, us * 1e-6)
 
     @property
     def buckets(self):
         """Counts per bucket, not cumulative; one more than there are bounds."""
         cdef uint32_t i
-        return tuple([meter_load(self.slots + i) for i in range(self.count + 1)])
+        return tuple([metric_load(self.slots + i) for i in range(self.count + 1)])
 
     @property
     def sum(self):
-        return meter_load_double(self.slots + self.count + 1)
+        return metric_load_double(self.slots + self.count + 1)
