@@ -4,7 +4,7 @@
 #   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
 #   make test  [ARGS="tests/net -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
 #   make test-fast                               without servers and workers, a fifth of the examples
-#   make test-extras                             what needs TensorFlow, Node.js, Chromium or nghttp, which it installs
+#   make test-extras                             what needs TensorFlow, XGBoost, Node.js, Chromium, ..., which it installs
 #   make build [TORCH_INDEX=URL]                 torch's CPU build from that index; any: whatever pip finds, CUDA too
 #   make bench [ARGS="--repeats 3"]              microbenchmarks, the table against the reference server, text against transformers
 
@@ -101,6 +101,8 @@ test-extras: build torch extras
 		tests/server/observability/test_console.py tests/server/listeners/test_one_port.py
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/backends/frameworks/test_tensorflow.py
+	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/recipes \
+		-k "xgboost or tensorflow or fastapi or notebook"
 
 lint: build
 	$(BIN)/ruff check .
