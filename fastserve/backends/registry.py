@@ -130,6 +130,22 @@ BACKENDS = {
             alternative="convert the model: " + TO_ONNX.format(kind="--saved-model", place="N", folder="N"),
         ),
         BackendEntry(
+            "xgboost",
+            "fastserve.backends.frameworks.tabular:XGBoostBackend",
+            model_file="model.json",
+            other_files=("model.ubj",),
+            framework="xgboost",
+            extra="xgboost",
+        ),
+        BackendEntry(
+            "sklearn",
+            "fastserve.backends.frameworks.tabular:SklearnBackend",
+            model_file="model.pkl",
+            other_files=("model.joblib",),
+            framework="sklearn",
+            extra="sklearn",
+        ),
+        BackendEntry(
             "triton_python",
             "fastserve.backends.triton_api.backend:TritonPythonBackend",
             gpu=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from fastserve.errors import ConfigError
 from fastserve.settings import ConfigField, Settings, list_fields, load_settings
@@ -102,7 +103,11 @@ def show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> No
 
 
 @click.command(cls=ServeCommand, short_help="Serve a model repository.")
-@click.argument("repository", metavar="[DIR|demo]", required=False)
+@click.argument("repository", metavar="[DIR|FILE|demo]", required=False)
+@click.option("--name", metavar="NAME", default="", help="What clients call the model of one FILE or folder.")
+@click.option(
+    "--allow-pickle", is_flag=True, help="Open a FILE that is a pickle, which runs its author's code."
+)
 @click.option("--config", type=SETTINGS_FILE, help="Settings in YAML.")
 @click.option(
     "--help-all",
@@ -112,24 +117,32 @@ def show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> No
     callback=show_all,
     help="Every flag there is.",
 )
-def serve(repository: str | None, config: Path | None, **flags: Any) -> None:
-    """Serve the models in DIR, or the built-in demo models.
+def serve(repository: str | None, name: str, allow_pickle: bool, config: Path | None, **flags: Any) -> None:
+    """Serve the models in DIR, one model by its file or folder, or the built-in demo models.
 
     \b
     Examples:
       fastserve serve demo
       fastserve serve models/ --listen 0.0.0.0:8000
+      fastserve serve resnet.onnx --name resnet
       fastserve serve models/ --http 0.0.0.0:8501=tfserving --grpc off
       fastserve serve models/ --model-control explicit --load-model resnet
     """
     from fastserve.app.serving import with_app_api
+    from fastserve.repository.single_model import find_single
     from fastserve.server import run
 
     overrides = read_flags(flags)
-    if repository is not None:
-        overrides["repository"] = repository
     try:
-        settings = with_app_api(load_settings(config, overrides))
+        single = find_single(Path(repository), name, allow_pickle=allow_pickle) if repository else None
+        if repository is not None and single is None:
+            overrides["repository"] = repository
+        if (name or allow_pickle) and single is None:
+            raise ConfigError("--name, --allow-pickle: given with a repository, allowed: with one model")
+        settings = load_settings(config, overrides)
+        if single is not None:
+            settings = msgspec.structs.replace(settings, models=(*settings.models, single))
+        settings = with_app_api(settings)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     if not (settings.repository or settings.models or settings.deployment):

@@ -110,6 +110,18 @@ class ConfigReader:
                 return self._bare(entry, name)
         raise ConfigError(_no_config(name, numbered))
 
+    def read_single(self, folder: Path, file: str, fields: Mapping[str, object]) -> ModelConfig:
+        """Return the config of a model that is one file, by the model.yaml beside it or these fields. Raises
+        ConfigError, OSError."""
+        beside = folder / CONFIG_FILE
+        raw = read_yaml(beside, CONFIG_FILE) if beside.exists() else fields
+        config = parse_model_config(raw, CONFIG_FILE, self._defaults)
+        if file != find_backend(config.backend).model_file:
+            config = msgspec.structs.replace(
+                config, options=msgspec.structs.replace(config.options, model_file=file)
+            )
+        return _with_class_labels(config, folder)
+
     def read_json(
         self, name: str, text: str, folder: Path, numbered: Mapping[int, Path], root: Path
     ) -> ModelConfig:
@@ -309,6 +321,17 @@ def foreign_text(model: str, folder: Path) -> str:
         told = to_do.format(kind=_KINDS.get(ending, ""), place=source, folder=where)
         return f"{where}/{place} is {what}; {told}"
     return ""
+
+
+def foreign_file_text(file: Path) -> str:
+    """Return the error for one file that is a model of a foreign framework; "" when nothing is known."""
+    ending = _SAME.get(file.suffix, file.suffix)
+    if ending not in _ENDINGS or file.suffix == ".py":
+        return ""
+    what, to_do = _ENDINGS[ending]
+    source = "saved" if ending == ".keras" else file.name
+    told = to_do.format(kind=_KINDS.get(ending, ""), place=source, folder="MODEL/1")
+    return f"{file.name} is {what}; {told}"
 
 
 def _saved_model(where: str, place: str) -> str:

@@ -251,6 +251,8 @@ class Layout:
 
     def _scan_entry(self, entry: ModelEntry) -> ModelFolder:
         folder = Path(entry.base_path)
+        if entry.file:
+            return self._scan_file(entry, folder)
         model = self._scan_model(entry.name, folder, folder, alone=True) if folder.is_dir() else None
         if model is None:
             reason = "no version folder in base_path" if folder.is_dir() else "base_path is not a folder"
@@ -262,6 +264,19 @@ class Layout:
             if entry.labels is not None:
                 changes["labels"] = entry.labels
             model.config = msgspec.structs.replace(model.config, **changes)
+        return model
+
+    def _scan_file(self, entry: ModelEntry, folder: Path) -> ModelFolder:
+        """Return a model that is one file. Links are followed: the operator named it."""
+        model, file = ModelFolder(entry.name, folder), folder / entry.file
+        try:
+            stamp = _stamp_of_all(file) if file.match("saved_model.*") else stamp_of(file)
+            model.config = self._configs.read_single(folder, entry.file, entry.fields)
+            model.versions[1] = VersionFolder(1, folder.resolve(), stamp)
+        except ConfigError as fault:
+            model.error = str(fault)
+        except OSError as fault:
+            model.error, model.absent = f"{entry.file} cannot be read: {fault.strerror}", True
         return model
 
     def _scan_model(self, name: str, folder: Path, root: Path, *, alone: bool = False) -> ModelFolder | None:

@@ -260,6 +260,10 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In place of the one in model.yaml."""
     labels: dict[str, VersionNumber] | None = None
     """In place of those in model.yaml."""
+    file: str = ""
+    """A file of base_path that is the model, as version 1, in place of version folders."""
+    fields: dict[str, Any] = {}
+    """Fields of model.yaml for such a file, where none lies beside it."""
 
 
 class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -268,7 +272,7 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     repository: str = ""
     """The model repository: a folder of NAME/VERSION folders, or `demo`."""
     models: tuple[ModelEntry, ...] = ()
-    """Models elsewhere: a list of name, base_path, version_policy, labels."""
+    """Models elsewhere: a list of name, base_path, version_policy, labels, file, fields."""
     deployment: str = ""
     """A grps deployment: a folder with conf/inference.yml and src. Its models are served."""
     model_defaults: dict[str, Any] = {}

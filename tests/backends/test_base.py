@@ -92,6 +92,7 @@ def test_a_backend_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["", "caffe", None])
 def test_an_unknown_backend_is_refused_with_the_known_ones(name: object, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="allowed: python, onnx, torch, tensorflow, text, text_python or module:Class"
+        ConfigError,
+        match="allowed: python, onnx, torch, tensorflow, xgboost, sklearn, text, text_python or module:Class",
     ):
         create({"backend": name}, tmp_path, 0)
