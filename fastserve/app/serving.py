@@ -11,6 +11,7 @@ of apps before the others.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from fastserve.backends.script.declaration import declared
 from fastserve.errors import ConfigError
 from fastserve.settings import Settings, list_fields, load_settings
 from fastserve.settings.fields import hint
+from fastserve.settings.sources import read_environment
 
 DIALECT = "fastserve.app.json_api:SPEC"
 OPTIONS = "app"
@@ -33,11 +35,12 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 
 def serve_declared(settings: Mapping[str, Any]) -> int:
-    """Serve the models that the running script has declared, until a signal; returns the exit status. Raises
-    ConfigError, TypeError."""
-    overrides = read_keywords(settings)
+    """Serve the models that the running script has declared, until a signal; returns the exit status.
+
+    Keywords go before variables of the environment. Raises ConfigError, TypeError."""
+    chosen = load_settings(None, read_keywords(settings), read_environment(os.environ))
     file = main_file()
-    return run_models(configs_of(declared(), file, stamp_app(file)), load_settings(None, overrides))
+    return run_models(configs_of(declared(), file, stamp_app(file)), chosen)
 
 
 def write_repository(folder: Path) -> None:

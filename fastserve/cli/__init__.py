@@ -28,7 +28,6 @@ COMMANDS = {
 
 # Command -> its module, where that has another name.
 MODULES = {
-    "check": "models",
     **dict.fromkeys(("grps", "mindie", "tensorflow-model-server", "tritonserver"), "compatible"),
 }
 

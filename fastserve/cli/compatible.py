@@ -9,6 +9,7 @@ server that lacks a flag's effect may lack TLS.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -18,13 +19,14 @@ from typing import Any
 
 import click
 
-from fastserve.cli.serve import NO_FLAG, SETTINGS_FILE, ServeCommand, make_option, read_flags
+from fastserve.cli.serve import NO_FLAG, ServeCommand, config_option, make_option, read_flags
 from fastserve.errors import ConfigError
 from fastserve.repository.reconciler import NO_LABEL
 from fastserve.repository.repository import LoadFailures
 from fastserve.settings import Settings, list_fields, load_settings
 from fastserve.settings.grps import grps_overrides
 from fastserve.settings.mindie import mindie_overrides, read_config
+from fastserve.settings.sources import read_environment
 from fastserve.settings.tensorflow import (
     StartFault,
     TensorFlowFlags,
@@ -37,7 +39,7 @@ from fastserve.settings.tritonserver import read_triton_flags, triton_overrides,
 
 @click.command("grps", cls=ServeCommand, short_help="Serve a grps deployment.")
 @click.argument("folder", metavar="DEPLOYMENT", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--config", type=SETTINGS_FILE, help="More settings, in YAML.")
+@config_option("More settings, in YAML.")
 def grps(folder: Path, config: Path | None, **flags: Any) -> None:
     """Serve the grps deployment in a folder: conf/server.yml, conf/inference.yml and src/ are read.
 
@@ -51,7 +53,8 @@ def grps(folder: Path, config: Path | None, **flags: Any) -> None:
 
     try:
         said, ignored = grps_overrides(read_deployment(folder).server)
-        settings = load_settings(config, {**said, "deployment": str(folder.absolute()), **read_flags(flags)})
+        said = {**said, "deployment": str(folder.absolute())}
+        settings = load_settings(config, {**said, **read_environment(os.environ), **read_flags(flags)})
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     for name in ignored:
@@ -64,7 +67,7 @@ grps.params.extend(make_option(field) for field in list_fields(Settings) if fiel
 
 @click.command("mindie", cls=ServeCommand, short_help="Serve by MindIE's config.json.")
 @click.argument("file", metavar="CONFIG", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--config", type=SETTINGS_FILE, help="More settings, in YAML.")
+@config_option("More settings, in YAML.")
 def mindie(file: Path, config: Path | None, **flags: Any) -> None:
     """Serve the models of MindIE's config.json on its ports, with its limits.
 
@@ -77,7 +80,8 @@ def mindie(file: Path, config: Path | None, **flags: Any) -> None:
 
     try:
         given = read_config(file)
-        settings = load_settings(config, {**mindie_overrides(given), **read_flags(flags)})
+        said = mindie_overrides(given)
+        settings = load_settings(config, {**said, **read_environment(os.environ), **read_flags(flags)})
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     for key in given.ignored:

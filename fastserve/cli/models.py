@@ -1,58 +1,14 @@
-"""`fastserve check` explains what a folder would serve; `fastserve models` lists the models of a server."""
+"""`fastserve models` lists the models of a running server."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from fastserve.cli.client import ServerClient, Trust, url_option, with_trust
-
-
-@click.command(short_help="Explain what would be served from a folder.")
-@click.argument("repository", metavar="[DIR|demo]", required=False)
-@click.option(
-    "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Settings in YAML."
-)
-@click.option("--load/--no-load", default=True, help="Load the models, or only look at their files.")
-def check(repository: str | None, config: Path | None, load: bool) -> None:
-    """Load the models in DIR as a server would, in worker processes, and tell what is wrong with them:
-    versions, tensors, signatures, and every problem in a server's own words. Nothing listens.
-
-    With --no-load the files are looked at and no code of a model runs; less is found.
-
-    Exit code 1 when a server would refuse to start. Tracebacks go to standard error.
-
-    \b
-    fastserve check models/
-    fastserve check --config fastserve.yaml
-    fastserve check models/ --no-load
-    """
-    from fastserve.errors import ConfigError
-    from fastserve.repository.check import explain
-    from fastserve.settings import load_settings
-
-    try:
-        settings = load_settings(config, {"repository": repository} if repository else {})
-        if not settings.repository and not settings.models:
-            raise click.UsageError("name the folder of a model repository, or `demo`")
-        report = explain(settings)
-        if load:
-            from fastserve.server.server import dry_run
-            from fastserve.util.logs import setup_logs
-
-            setup_logs("warning", settings.log.format)
-            trial = dry_run(settings)
-            report.take(trial.problems, trial.served)
-    except ConfigError as fault:
-        raise click.ClickException(str(fault)) from None
-    click.echo(report.text(), nl=False)
-    sys.exit(0 if report.ok else 1)
-
 
 HEAD = ("MODEL", "VERSION", "STATE", "WHY")
 NEVER = "NOT_LOADED"  # the state of a model none of whose versions was ever tried

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fastserve.cli.serve import NO_FLAG, SETTINGS_FILE, ServeCommand, make_option, read_flags, show_all
+from fastserve.cli.serve import NO_FLAG, ServeCommand, config_option, make_option, read_flags, show_all
 from fastserve.errors import ConfigError
 from fastserve.settings import Settings, list_fields, load_settings
+from fastserve.settings.sources import read_environment
 
 SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=ServeCommand, short_help="Serve the models of a script.")
 @click.argument("script", metavar="FILE.py", type=SCRIPT)
-@click.option("--config", type=SETTINGS_FILE, help="Settings in YAML.")
+@config_option()
 @click.option(
     "--help-all",
     is_flag=True,
@@ -41,7 +43,7 @@ def run(script: Path, config: Path | None, reload: bool, **flags: Any) -> None:
 
     start = run_reloading if reload else run_script
     try:
-        sys.exit(start(script, load_settings(config, read_flags(flags))))
+        sys.exit(start(script, load_settings(config, read_flags(flags), read_environment(os.environ))))
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
 

@@ -5,8 +5,9 @@ Every field of the settings is a flag; the ones scripts use have short names of 
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 
 from fastserve.errors import ConfigError
 from fastserve.settings import ConfigField, Settings, list_fields, load_settings
+from fastserve.settings.sources import CONFIG_VARIABLE, read_environment, variable_of
 
 # Path of a setting -> how the flag is written; the rest are derived from the field's path.
 NAMED: dict[str, dict[str, Any]] = {
@@ -30,6 +32,11 @@ NAMED: dict[str, dict[str, Any]] = {
     "triton.trace_config": {"multiple": True, "metavar": "[triton,]SETTING=VALUE"},
 }
 SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+BY_ENVIRONMENT = (
+    "Every flag is a variable of the environment too, FASTSERVE_HTTP=HOST:PORT for --http; --help-all "
+    "names them. A flag goes before a variable, a variable before the file of --config, and that before "
+    "the default."
+)
 NO_FLAG = ("repository", "deployment", "models", "model_defaults", "dialect_options")
 COMMON = (
     "listen",
@@ -53,6 +60,8 @@ class SettingOption(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         self.help = self.setting.help
+        if ctx.params.get("help_all"):
+            self.help += f"  [{variable_of(self.setting)}]"
         return super().get_help_record(ctx)
 
 
@@ -87,6 +96,10 @@ class ServeCommand(click.Command):
                 raise click.UsageError(f"No such option {fault.option_name}; {where}", ctx) from None
             raise
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        formatter.write_text(BY_ENVIRONMENT)
+
     def get_help(self, ctx: click.Context) -> str:
         if ctx.params.get("help_all"):
             for parameter in self.params:
@@ -102,13 +115,18 @@ def show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> No
         ctx.exit()
 
 
+def config_option(help: str = "Settings in YAML.") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator that adds `--config`."""
+    return click.option("--config", type=SETTINGS_FILE, envvar=CONFIG_VARIABLE, help=help)
+
+
 @click.command(cls=ServeCommand, short_help="Serve a model repository.")
 @click.argument("repository", metavar="[DIR|FILE|demo]", required=False)
 @click.option("--name", metavar="NAME", default="", help="What clients call the model of one FILE or folder.")
 @click.option(
     "--allow-pickle", is_flag=True, help="Open a FILE that is a pickle, which runs its author's code."
 )
-@click.option("--config", type=SETTINGS_FILE, help="Settings in YAML.")
+@config_option()
 @click.option(
     "--help-all",
     is_flag=True,
@@ -139,7 +157,7 @@ def serve(repository: str | None, name: str, allow_pickle: bool, config: Path | 
             overrides["repository"] = repository
         if (name or allow_pickle) and single is None:
             raise ConfigError("--name, --allow-pickle: given with a repository, allowed: with one model")
-        settings = load_settings(config, overrides)
+        settings = load_settings(config, overrides, read_environment(os.environ))
         if single is not None:
             settings = msgspec.structs.replace(settings, models=(*settings.models, single))
         settings = with_app_api(settings)

@@ -51,6 +51,11 @@ class ModelReport:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def fields(self) -> dict[str, list[int] | list[str]]:
+        """Return the report as plain values, for JSON."""
+        versions, facts, notes = self.versions, self.facts, self.notes
+        return {"versions": versions, "facts": facts, "notes": notes, "problems": self.problems}
+
     def lines(self) -> list[str]:
         head = "not served" if not self.versions else "version " + ", ".join(map(str, self.versions))
         body = [f"  {fact}" for fact in self.facts]

@@ -396,10 +396,15 @@ PLAIN = "tcp://"  # before an address that speaks no TLS though tls.cert is set
 LISTENER_FIELDS = ("listen", "http", "grpc")
 
 
-def load_settings(file: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
-    """Return the settings of `file` with `overrides` on top: dotted path -> value, as in `ConfigField.path`.
+def load_settings(
+    file: Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    environment: Mapping[str, object] | None = None,
+) -> Settings:
+    """Return the settings of `file` with those of `environment` and then `overrides` on top: dotted path ->
+    value, as in `ConfigField.path`.
 
-    Values of overrides may be text, as flags are; a list is then split at commas.
+    Values of both may be text, as flags are; a list is then split at commas.
     Raises ConfigError naming field, value and what is allowed.
     """
     from fastserve.settings.yaml_text import read_yaml  # workers, which have settings too, start 25 ms sooner
@@ -408,16 +413,17 @@ def load_settings(file: Path | None = None, overrides: Mapping[str, object] | No
     tree = read_yaml(file, origin) if file else {}
     _open_listeners(tree, origin)
     settings = convert(tree, Settings, origin)
-    if not overrides:
+    if not overrides and not environment:
         return settings
+    origin = "flags" if overrides else "environment"
     known = {field.path: field for field in list_fields(Settings)}
-    for path, value in overrides.items():
+    for path, value in {**(environment or {}), **(overrides or {})}.items():
         if path not in known:
             raise ConfigError(f"flags: {path}: unknown field{hint(path, sorted(known))}")
         is_list = isinstance(known[path].default, tuple) and path not in LISTENER_FIELDS
         _put(tree, path, value.split(",") if is_list and isinstance(value, str) else value)
-    _open_listeners(tree, "flags")
-    return convert(tree, Settings, "flags", lax=True)
+    _open_listeners(tree, origin)
+    return convert(tree, Settings, origin, lax=True)
 
 
 def parse_listener(text: str) -> dict[str, Any]:

@@ -366,11 +366,13 @@ def test_the_script_itself_serves_with_several_fronts(tmp_path: Path) -> None:
             return f"Hello {name}"
 
         if __name__ == "__main__":
-            fastserve.serve(http="127.0.0.1:0", grpc="off", frontends=2, drain_delay_s=0)
+            fastserve.serve(http="127.0.0.1:0", grpc="off", drain_delay_s=0)
             print("after")
     """
     command = [sys.executable, str(write_app(tmp_path, text))]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    # A keyword goes before a variable, whose address nobody could have.
+    environment |= {"FASTSERVE_FRONTENDS": "2", "FASTSERVE_HTTP": "192.0.2.1:1"}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
     assert process.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import uvloop
 from click.testing import CliRunner, Result
 
 from fastserve.cli import main
+from fastserve.settings import Settings, list_fields
 
 STARTS_PROCESSES = True  # models are loaded to be checked
 uvloop.run(asyncio.sleep(0))  # libuv opens its pipe with the process's first loop, for good
@@ -148,3 +150,48 @@ def test_no_code_runs_without_a_load(tmp_path: Path) -> None:
     code = f"open({str(trace)!r}, 'w')\n" + GOOD
     assert run("--no-load", write(tmp_path / "models", {"m": (CONFIG, code, "")})).exit_code == 0
     assert not trace.exists()
+
+
+def test_settings_come_first_with_where_they_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "fastserve.yaml"
+    config.write_text("repository: demo\npoll_s: 5\n")
+    monkeypatch.setenv("FASTSERVE_CONFIG", str(config))
+    monkeypatch.setenv("FASTSERVE_FRONTENDS", "2")
+    monkeypatch.setenv("FASTSERVE_PORT", "tcp://10.0.0.1:8000")  # a service of this name
+    result = run("--no-load", "--http", ":9=tfserving")
+    assert result.exit_code == 0, result.output
+    head, _, rest = result.output.partition("\n\n")
+    assert head.splitlines() == [
+        "settings",
+        f"  repository: demo  ({config})",
+        f"  poll_s: 5.0  ({config})",
+        "  http: :9=tfserving  (flag)",
+        "  grpc: 127.0.0.1:8001  (default)",
+        "  frontends: 2  (FASTSERVE_FRONTENDS)",
+        f"  {len(list_fields(Settings)) - 5} others have their defaults (--all)",
+    ]
+    assert rest.startswith("digits: version 1")
+    assert "  limits.body_bytes: 134217728  (default)" in run("--no-load", "--all").output
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTSERVE_REPOSITORY", "demo")
+    told = json.loads(run("--no-load", "--json").output)
+    assert (told["ok"], told["loaded"], sorted(told["models"])) == (
+        True,
+        False,
+        ["digits", "half_plus_two", "scribe"],
+    )
+    assert told["models"]["digits"]["versions"] == [1]
+    given = {"value": "demo", "source": "environment", "origin": "FASTSERVE_REPOSITORY"}
+    assert told["settings"]["repository"] == given
+    assert told["settings"]["http"] == {"value": ["127.0.0.1:8000"], "source": "default"}
+
+
+def test_an_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTSERVE_" + "FRONTEND", "2")
+    result = run("demo", "--no-load")
+    assert result.exit_code == 1
+    assert "FRONTEND: unknown variable, did you mean FASTSERVE_FRONTENDS?" in result.output

@@ -150,3 +150,26 @@ def test_tensorflow_serving_says_what_is_missing(started):
         "server_options.model_config_file are empty!"
     )
     assert run("tensorflow-model-server", "--port=many")[0] == 255
+
+
+def test_variables_of_the_environment(started, monkeypatch, tmp_path):
+    (tmp_path / "s.yaml").write_text("{poll_s: 5, drain_s: 6, frontends: 7}")
+    monkeypatch.setenv("FASTSERVE_CONFIG", str(tmp_path / "s.yaml"))
+    monkeypatch.setenv("FASTSERVE_REPOSITORY", "demo")
+    monkeypatch.setenv("FASTSERVE_HTTP", ":7 :8=tfserving,ops")
+    monkeypatch.setenv("FASTSERVE_DRAIN_S", "8")
+    monkeypatch.setenv("FASTSERVE_SERVICE_HOST", "10.0.0.1")
+    assert run("serve", "--drain-s", "9") == (0, "")
+    (settings,) = started
+    assert (settings.repository, settings.drain_s, settings.frontends) == ("demo", 9.0, 7)
+    assert settings.http == (Listener(":7"), Listener(":8", ("tfserving", "ops")))
+    monkeypatch.setenv("FASTSERVE_" + "HTPP", "x")
+    status, said = run("serve")
+    assert (status, "HTPP: unknown variable, did you mean FASTSERVE_HTTP?" in said) == (1, True)
+
+
+def test_help_names_the_variables():
+    assert "[FASTSERVE_LIMITS_BODY_BYTES]" in run("serve", "--help-all")[1]
+    said = run("serve", "--help")[1]
+    assert "[FASTSERVE_HTTP]" not in said
+    assert "FASTSERVE_HTTP=HOST:PORT for" in said
