@@ -39,9 +39,14 @@ class _ThreadChannel(threading.local):
 thread = _ThreadChannel()
 
 
+def channel_of_thread() -> CallbackChannel | None:
+    """Return the channel of the worker that this thread serves; None where there is no server."""
+    return thread.channel or process.channel
+
+
 def call(do: str, **fields: Any) -> Mapping[str, Any]:
     """Send a callback and return the reply. Raises ServeError with the server's text."""
-    channel = thread.channel or process.channel
+    channel = channel_of_thread()
     if channel is None:
         raise ServeError(Kind.UNAVAILABLE, ALONE)
     reply = channel.ask({"do": do, **fields})
@@ -52,6 +57,6 @@ def call(do: str, **fields: Any) -> Mapping[str, Any]:
 
 def notify(do: str, **fields: Any) -> None:
     """Send a callback that has no reply; nothing happens where there is no server."""
-    channel = thread.channel or process.channel
+    channel = channel_of_thread()
     if channel is not None:
         channel.tell({"do": do, **fields})

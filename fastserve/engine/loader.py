@@ -268,7 +268,7 @@ class VersionLoader:
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, EnsembleScheduler] = {}  # they have no workers
         self._catalog = catalog or Catalog()
-        self.callbacks = ModelCallbacks(self._catalog)  # what models ask of the server
+        self.callbacks = ModelCallbacks(self._catalog, self._overdue)  # what models ask of the server
         self.engine = Engine(self._catalog)  # for what models ask of other models
         self.hosted: dict[tuple[str, int, int, int], LoadedPart] = {}
         self.on_opened: list[OnPart] = []
@@ -326,6 +326,8 @@ class VersionLoader:
             return arena
 
         config = schedule.worker_config(part)
+        if self._in_process:
+            config = {**config, "run_timeout_ms": 0}  # a thread cannot be killed
         recording = Recording(version, self.read_recorded)
         claims = version.config.places[part : part + 1] if schedule.extras else version.config.places
         self._budget.take(claims)
@@ -515,6 +517,11 @@ class VersionLoader:
         if stuck:
             log.error("%r: %s", hosted.version, stuck)
         self._report(hosted)
+
+    def _overdue(self, version: Version, part: int, worker: int) -> None:
+        hosted = self.hosted.get(_key(version, part))
+        if hosted is not None:
+            hosted.maintenance.end(worker)
 
     def _silence_changed(self, version: Version, part: int) -> None:
         hosted = self.hosted.get(_key(version, part))

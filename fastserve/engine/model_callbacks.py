@@ -294,9 +294,12 @@ class _LentClosed(_Callback, tag="lent_closed"):
     number: int
 
 
-_AnyCallback = (
-    _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Device | _NoMemory | _LentClosed
-)
+class _Overdue(_Callback, tag="overdue"):
+    """A report: a model that answers beside the batch loop has not given a part within run_timeout_ms."""
+
+
+_Report = _Device | _NoMemory | _LentClosed | _Overdue
+_AnyCallback = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Report
 
 _read = msgspec.json.Decoder(_AnyCallback).decode
 
@@ -304,8 +307,9 @@ _read = msgspec.json.Decoder(_AnyCallback).decode
 class ModelCallbacks:
     """Runs the callbacks of all workers. The server sets `repository`, if it has one."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, on_overdue: Callable[[Version, int, int], None]) -> None:
         self.repository: Repository | None = None
+        self.on_overdue = on_overdue
         self.metrics = CustomMetrics()
         self.lent = RegionClosings()
         self._catalog = catalog
@@ -329,20 +333,24 @@ class ModelCallbacks:
             callback = _read(text) if len(text) < TEXT_MAX else None
         except (msgspec.MsgspecError, ValueError, RecursionError):
             callback = None
-        if isinstance(callback, _Device):
-            _count_device(version, part, worker, callback)
-            return
-        if isinstance(callback, _NoMemory):
-            counters_of(version).out_of_memory += callback.batches
-            return
-        if isinstance(callback, _LentClosed):
-            self.lent.closed((id(version), part, worker), callback.number)
+        if isinstance(callback, _Report):
+            self._take_report(version, part, worker, callback)
             return
         work = self._carry_out(version, callback, lambda told: self._say(tell, worker, number, told))
         if work is not None:
             task = asyncio.get_running_loop().create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _take_report(self, version: Version, part: int, worker: int, report: _Report) -> None:
+        if isinstance(report, _Device):
+            _count_device(version, part, worker, report)
+        elif isinstance(report, _NoMemory):
+            counters_of(version).out_of_memory += report.batches
+        elif isinstance(report, _LentClosed):
+            self.lent.closed((id(version), part, worker), report.number)
+        else:
+            self.on_overdue(version, part, worker)
 
     def forget_worker(self, version: Version, part: int, worker: int) -> None:
         """Discard the unfinished messages of a dead worker."""

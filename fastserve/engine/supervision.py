@@ -153,6 +153,12 @@ class Maintenance:
         self._killed.discard(worker)
         return f"a batch ran longer than run_timeout_ms {self._limit_ms}"
 
+    def end(self, worker: int) -> None:
+        """Kill a worker whose time is up, once; never where there is no limit."""
+        if self._limit_ms and worker not in self._killed:
+            self._killed.add(worker)
+            self._kill(worker, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
+
     def _watch(self) -> None:
         self._watching = self._loop.call_later(self._watch_s, self._watch)
         now, stuck = time.monotonic_ns(), set()
@@ -162,9 +168,8 @@ class Maintenance:
             took_s = (now - since_ns) / 1e9
             if took_s > self.stuck_s:
                 stuck.add(worker)
-            if self._limit_ms and took_s * 1000 > self._limit_ms and worker not in self._killed:
-                self._killed.add(worker)
-                self._kill(worker, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
+            if took_s * 1000 > self._limit_ms:
+                self.end(worker)
         if stuck != self.stuck:
             self.stuck = frozenset(stuck)
             self._on_stuck()

@@ -24,6 +24,7 @@ from tests.app.apps import RunningApp, write_app
 APP = """
     import asyncio
     import os
+    import time
     from dataclasses import dataclass, field
 
     import msgspec
@@ -147,6 +148,22 @@ APP = """
         for number in range(to):
             await asyncio.sleep(0)
             yield number
+
+
+    @fastserve.model(run_timeout_ms=400)
+    async def linger(how: str):
+        yield how
+        if how == "block":
+            time.sleep(60)
+        await asyncio.sleep(60 if how == "await" else 0)
+        yield how
+
+
+    @fastserve.model(run_timeout_ms=400)
+    def stall(seconds: float):
+        yield 1
+        time.sleep(seconds)
+        yield 2
 
 
     fastserve.serve()
@@ -329,6 +346,21 @@ def test_async_functions_run_beside_one_another(app: RunningApp) -> None:
     for thread in threads:
         thread.join(6)  # one after the other they take eight seconds
     assert not any(thread.is_alive() for thread in threads)
+
+
+def last_line(answer: tuple[int, str, bytes]) -> object:
+    """Return the last line of JSON of an answer in parts."""
+    return json.loads(answer[2].splitlines()[-1])
+
+
+def test_a_generator_that_has_begun_is_bound_by_run_timeout_ms(app: RunningApp) -> None:
+    late = {"error": "the model took longer than run_timeout_ms 400"}
+    assert last_line(app.post("/linger", {"how": "await"})) == late
+    for path, body in (("/linger", {"how": "block"}), ("/stall", {"seconds": 60})):
+        said = last_line(app.post(path, body))
+        assert "was ended: a batch ran longer than run_timeout_ms 400" in str(said)
+    assert last_line(app.post("/linger", {"how": ""})) == ""  # another worker has come
+    assert last_line(app.post("/stall", {"seconds": 0.05})) == 2
 
 
 def test_compressed_bodies(app: RunningApp) -> None:

@@ -13,18 +13,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
 from fastserve.backends.frameworks.python import CopyOnWrite
 from fastserve.backends.model_errors import end_if_lost, explain, kind_of
 from fastserve.backends.outputs import OutputCheck, output_fault
+from fastserve.backends.script.async_line import AsyncLine
 from fastserve.backends.script.declaration import BODY, ModelSteps, ScriptModel
 from fastserve.backends.script.json_body import BodyReader, write_json
 from fastserve.backends.script.loading import load_script
@@ -33,6 +34,7 @@ from fastserve.settings.model_options import may_isolate
 
 if TYPE_CHECKING:
     from fastserve.backends.base import Arrays, OnFailure
+    from fastserve.backends.model_callbacks import CallbackChannel
     from fastserve.backends.triton_api.requests import InferenceRequest, ResponseSender
 
 log = logging.getLogger(__name__)
@@ -132,6 +134,7 @@ class ScriptJsonBackend:
         self._steps: Any = None
         self._reader: BodyReader | None = None
         self._line: AsyncLine | None = None
+        self._channel: CallbackChannel | None = None
 
     def load(self) -> None:
         """Run the script and set the model up. Raises what either raises, and ConfigError."""
@@ -142,11 +145,13 @@ class ScriptJsonBackend:
         if made.kind == "arrays" or (made.kind == "stream") != self.decoupled:
             raise ConfigError(f"{made.name} is a model of another kind than it was")
         self._reader = self._steps.reader(batched=self._batched)
-        self._line = AsyncLine() if self.decoupled else None
+        limit_ms = int(self._config.get("run_timeout_ms", 0))
+        self._line = AsyncLine(limit_ms=limit_ms, overdue=self._say_overdue) if self.decoupled else None
 
     def execute(self, requests: list[InferenceRequest], failed: OnFailure) -> Sequence[Any] | None:
         """Answer a batch. Raises, for several requests that go through one call, what that call raises."""
         if self._line is not None:
+            self._channel = model_callbacks.channel_of_thread()
             for request in requests:
                 self._line.start(self._answer_stream(request))
             return None
@@ -169,6 +174,11 @@ class ScriptJsonBackend:
             line.close()
         steps, self._steps = self._steps, None
         close_model(steps)
+
+    def _say_overdue(self) -> None:
+        log.error("the model has not given way within run_timeout_ms: its worker is ended")
+        if self._channel is not None:
+            self._channel.tell({"do": "overdue"})
 
     # --- one answer to each ---
 
@@ -228,17 +238,18 @@ class ScriptJsonBackend:
         whole = not request.plain_parameters.get(STREAM)
         parts: list[Any] = []
         try:
-            async for part, yields in self._parts(request):
-                if sender.is_cancelled():
-                    break
-                if whole and yields:
-                    parts.append(part)
-                    continue
-                answer = self._pack(part)
-                if not yields:
-                    sender.send(answer, 1)
-                    return
-                await asyncio.to_thread(sender.send, answer, 0)
+            async with aclosing(self._parts(request)) as found:
+                async for part, yields in found:
+                    if sender.is_cancelled():
+                        break
+                    if whole and yields:
+                        parts.append(part)
+                        continue
+                    answer = self._pack(part)
+                    if not yields:
+                        sender.send(answer, 1)
+                        return
+                    await asyncio.to_thread(sender.send, answer, 0)
             if whole:
                 sender.send(self._pack(parts), 1)
             else:
@@ -252,25 +263,40 @@ class ScriptJsonBackend:
         """Yield what the model answers, each with whether it was yielded."""
         assert self._reader is not None
         assert self._line is not None
-        steps = self._steps
+        steps, limited = self._steps, self._line.limited
         positional, named = self._reader.read(body_of(request))
         if steps.decode is not None:
-            positional, named = (await _awaited(steps.decode(*positional, **named)),), {}
+            async with limited():
+                positional, named = (await _awaited(steps.decode(*positional, **named)),), {}
         found = steps.predict(*positional, **named)
+        if not inspect.isasyncgen(found) and not inspect.isgenerator(found):
+            async with limited():
+                answer = await self._encoded(await _awaited(found))
+            yield answer, False
+            return
+        try:
+            while (part := await self._next_part(found)) is not _END:
+                yield part, True
+        finally:
+            if inspect.isasyncgen(found):
+                async with limited():
+                    await found.aclose()
+            else:
+                await self._line.take_turn(found.close)
+
+    async def _next_part(self, found: Any) -> Any:
+        """Return the next part of a generator, _END after the last one. Raises ServeError
+        DEADLINE_EXCEEDED."""
+        assert self._line is not None
         if inspect.isasyncgen(found):
-            async for part in found:
-                yield await self._encoded(part), True
-        elif inspect.isgenerator(found):
-            try:
-                while True:
-                    part = await self._line.take_turn(next, found, _END)
-                    if part is _END:
-                        return
-                    yield await self._encoded(part), True
-            finally:
-                found.close()
-        else:
-            yield await self._encoded(await _awaited(found)), False
+            async with self._line.limited():
+                part = await anext(found, _END)
+                return part if part is _END else await self._encoded(part)
+        part = await self._line.take_turn(next, found, _END)
+        if part is _END:
+            return part
+        async with self._line.limited():
+            return await self._encoded(part)
 
     async def _encoded(self, value: Any) -> Any:
         return value if self._steps.encode is None else await _awaited(self._steps.encode(value))
@@ -331,31 +357,3 @@ class Response:
     def __init__(self, content: bytes | str, media_type: str = "text/plain; charset=utf-8") -> None:
         self.content = content.encode() if isinstance(content, str) else bytes(content)
         self.media_type = media_type
-
-
-class AsyncLine:
-    """An event loop in a thread of its own, where the async functions of a model run beside one another, and
-    a thread in which its generators take turns, a step at a time."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._senders = ThreadPoolExecutor(32, thread_name_prefix="script-send")  # they wait for slow readers
-        self._loop.set_default_executor(self._senders)
-        self._turns = ThreadPoolExecutor(1, thread_name_prefix="script-step")
-        self._thread = threading.Thread(target=self._loop.run_forever, name="script", daemon=True)
-        self._thread.start()
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine, which handles its own exceptions."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def take_turn(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a step, of which one runs at a time."""
-        return await self._loop.run_in_executor(self._turns, step, *arguments)
-
-    def close(self) -> None:
-        """Stop the loop and the threads."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(1.0)
-        for threads in (self._turns, self._senders):
-            threads.shutdown(wait=False, cancel_futures=True)
