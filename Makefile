@@ -6,6 +6,8 @@
 #   make test-fast                               without servers and workers, a fifth of the examples
 #   make test-extras                             what needs TensorFlow, XGBoost, Node.js, Chromium, ..., which it installs
 #   make build [TORCH_INDEX=URL]                 torch's CPU build from that index; any: whatever pip finds, CUDA too
+#   make wheels PYTHONS="python3.10 python3.13"   a source distribution, and of it a wheel for each, tried in an environment
+#   make sbom                                    a CycloneDX bill of materials beside each wheel of dist/
 #   make bench [ARGS="--repeats 3"]              microbenchmarks, the table against the reference server, text against transformers
 
 PYTHON ?= python3
@@ -14,6 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 ARGS ?=
 JOBS ?= auto
+PYTHONS ?= $(PYTHON)
 TORCH_INDEX ?=
 
 CHECKED := build/.compiler
@@ -30,7 +33,7 @@ EXTRAS := .venv-extras
 .DELETE_ON_ERROR:
 # Recipes share an environment and a folder of products; those that take long use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: build torch FORCE serve test test-fast test-gpu extras test-extras lint format bench wheel debug torture differential clean
+.PHONY: build torch FORCE serve test test-fast test-gpu extras test-extras lint format bench wheel sdist wheels sbom debug torture differential clean
 
 build: $(INSTALLED) $(TORCH) $(EXTENSIONS) $(PROTOS)
 
@@ -132,6 +135,17 @@ wheel: build
 		-w build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/wheel/fastserve-*.whl
 	$(BIN)/python tools/check_wheel.py dist
+
+sdist: $(RUNTIME)
+	rm -f dist/fastserve-*.tar.gz
+	$(BIN)/python setup.py -q sdist
+
+# As cibuildwheel does in containers, with the Pythons and the system that are here.
+wheels: sdist $(INSTALLED) $(PROTOS)
+	$(BIN)/python tools/build_wheels.py dist/fastserve-*.tar.gz $(PYTHONS)
+
+sbom: $(RUNTIME)
+	$(BIN)/python tools/write_sbom.py dist
 
 # The sanitizers' build lives in its own tree, so that the ordinary modules stay as they are.
 # libstdc++ is preloaded too: without it the sanitizer cannot find the exception throwing it wraps.

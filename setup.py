@@ -161,16 +161,23 @@ class Protos(Command):
         compile_protos()
 
 
-EXTENSIONS = extensions()
-setup(
-    ext_modules=cythonize(
-        EXTENSIONS,
+def sources() -> list[Extension]:
+    """The modules in C++, which a source distribution is made without."""
+    if "sdist" in sys.argv:
+        return []
+    found = extensions()
+    return cythonize(
+        found,
         include_path=["ext"],
         build_dir=CYTHON_DIR,
         compiler_directives=DIRECTIVES,
         shared_utility_qualified_name=SHARED_UTILITY,
-        nthreads=JOBS if len(EXTENSIONS) > 2 else 0,
-    ),
+        nthreads=JOBS if len(found) > 2 else 0,
+    )
+
+
+setup(
+    ext_modules=sources(),
     options={
         "build_ext": {"parallel": JOBS},
         # A wheel's modules are compiled otherwise than those of `make build`.

@@ -139,6 +139,17 @@ def test_half_plus_two_over_http(server: str) -> None:
     assert answer == {"predictions": [2.5, 3.0, 4.5]}
 
 
+def test_the_demo_streams_text_without_torch(server: str) -> None:
+    if INSTALLED:
+        assert find_spec("torch") is None
+    body = {"inputs": "LAWYER, n.", "stream": True, "parameters": {"max_new_tokens": 5}}
+    request = urllib.request.Request(f"{server}/infer", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        events = [json.loads(line.removeprefix(b"data: ")) for line in reply if line.strip()]
+    assert [event["token"]["text"] for event in events] == [" ", " A", " person", " who", None]
+    assert events[-1]["generated_text"] == "  A person who has"
+
+
 def test_metrics_count_the_requests(server: str) -> None:
     post(f"{server}/v1/models/half_plus_two:predict", {"instances": [1.0]})
     assert b"fastserve_requests_total{" in get(f"{server}/metrics")
@@ -148,8 +159,7 @@ def test_commands_ask_the_server(server: str) -> None:
     assert command("infer", "half_plus_two", "[1.0, 2.0]", "--url", server).split() == ["2.5", "3.0"]
     listed = json.loads(command("models", "--json", "--url", server))
     assert {row["state"] for row in listed} == {"AVAILABLE"}
-    # The third needs the extra `llm`, which need not be installed.
-    assert {row["model"] for row in listed} - {"scribe"} == {"digits", "half_plus_two"}
+    assert {row["model"] for row in listed} == {"digits", "half_plus_two", "scribe"}
 
 
 def test_bench_loads_the_server(server: str) -> None:

@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.proto_wire_v1 import V1InferMessage
 from fastserve.dialects.triton_v1.request import (
@@ -55,6 +53,9 @@ from fastserve.serving.prepared_requests import BoundedDict, Described, Later, M
 from fastserve.serving.slow_path import BodyTensors, RegionRequest, answer_slowly
 from fastserve.tensor import Tensor
 from fastserve.util.offload import OFFLOAD_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Writer = tuple[ResponseHeader, tuple[int, ...]]  # the outputs that are sent, in order
 Known = tuple["PreparedBody", RequestHeader]
