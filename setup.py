@@ -96,6 +96,8 @@ def shared_utility() -> Extension:
 def extensions() -> list[Extension]:
     """The chosen modules, and the one that they share."""
     found = sorted((ROOT / "ext").glob("*.pyx"))
+    if unknown := CHOSEN - {path.stem for path in found} - {"none"}:
+        raise SystemExit(f"FASTSERVE_EXT names {', '.join(sorted(unknown))}, which ext/ does not have")
     chosen = [extension(path) for path in found if not CHOSEN or path.stem in CHOSEN]
     return [shared_utility(), *chosen] if chosen else []
 

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 # Imported where they are wanted, with a sentence that says what to install.
 OPTIONAL = {
-    *("flask", "jinja2", "onnxruntime", "pillow", "safetensors"),
-    *("tensorflow", "torch", "transformers", "werkzeug"),
+    *("flask", "jinja2", "joblib", "onnxruntime", "pillow", "safetensors"),
+    *("tensorflow", "torch", "transformers", "werkzeug", "xgboost"),
 }
 # Of client commands; no process of a server imports it.
 COMMANDS_ALONE = {"grpc"}
@@ -145,14 +145,14 @@ def test_a_source_distribution_builds_a_wheel(tmp_path: Path) -> None:
 
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-index"]
     command = [*pip, "--no-build-isolation", "--no-deps", "-w", str(tmp_path), "."]
-    environment = {**os.environ, "FASTSERVE_EXT": "meter"}
+    environment = {**os.environ, "FASTSERVE_EXT": "crc32c"}
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("fastserve-*.whl")
     with zipfile.ZipFile(wheel) as packed:
         inside = packed.namelist()
-    assert any(re.fullmatch(r"fastserve/_ext/meter\..*\.so", name) for name in inside)
+    assert any(re.fullmatch(r"fastserve/_ext/crc32c\..*\.so", name) for name in inside)
     assert {one for one in needed if one.startswith("fastserve/")} <= set(inside)
     assert {"fastserve/protos/kserve_v2.binpb", "fastserve/protos/model_config.py"} <= set(inside)
 
