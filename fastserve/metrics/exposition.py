@@ -12,10 +12,10 @@ import mmap
 import re
 import struct
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -186,6 +186,8 @@ Values = tuple[int, ...]  # the raw 64-bit words of one series
 
 LabelValues = tuple[str, ...]
 
+Entry = tuple[Metric, LabelValues, int, int]  # of a series: its place in the section, and words there
+
 Merged = dict[str, tuple[Metric, dict[LabelValues, Values]]]
 
 
@@ -195,7 +197,8 @@ class Exposition:
     def __init__(self, memory: mmap.mmap) -> None:
         first = Section(memory, 0)
         self._sections = [first, *(Section(memory, i) for i in range(1, first.sections))]
-        self._known: list[list[tuple[Metric, LabelValues, int, int] | None]] = [[] for _ in self._sections]
+        self._known: list[list[Entry | None]] = [[] for _ in self._sections]
+        self._by_name: list[dict[str, list[Entry]]] = [{} for _ in self._sections]
         self._heads: dict[tuple[str, LabelValues], tuple[str, ...]] = {}
         self._lock = threading.Lock()  # a scrape may run beside the event loop
 
@@ -205,15 +208,15 @@ class Exposition:
             lines = [line for metric, series in merged.values() for line in self._write(metric, series)]
         return ("\n".join([*lines, *self._write_itself(unreadable)]) + "\n").encode()
 
-    def merge(self, wanted: Container[str] | None = None) -> tuple[Merged, int]:
-        """Return the series by name and labels, added up, and the number of unreadable ones."""
+    def merge(self, wanted: Iterable[str] | None = None) -> tuple[Merged, int]:
+        """Return the series by name and labels, added up, and the number of unreadable ones; `wanted` are
+        names of metrics, None for all."""
         merged: Merged = {}
         unreadable = 0
-        for section, known in zip(self._sections, self._known, strict=True):
-            self._learn(section, known)
-            for entry in known:
-                if entry is not None and wanted is not None and entry[0].name not in wanted:
-                    continue
+        for section, known, by_name in zip(self._sections, self._known, self._by_name, strict=True):
+            self._learn(section, known, by_name)
+            entries = known if wanted is None else [one for name in wanted for one in by_name.get(name, ())]
+            for entry in entries:
                 if entry is None or not _merge_one(merged, section, *entry):
                     unreadable += 1
         return merged, unreadable
@@ -223,7 +226,7 @@ class Exposition:
 
         Values are a histogram's counts by bucket and its sum, or one number.
         """
-        wanted = {metric.name for metric in metrics}
+        wanted = dict.fromkeys(metric.name for metric in metrics)
         with self._lock:
             merged, _ = self.merge(wanted)
         return [
@@ -231,11 +234,14 @@ class Exposition:
             for metric, series in (merged.get(metric.name, (metric, {})) for metric in metrics)
         ]
 
-    def _learn(self, section: Section, known: list[Any]) -> None:
+    def _learn(self, section: Section, known: list[Entry | None], by_name: dict[str, list[Entry]]) -> None:
         for index in range(len(known), len(section)):
             entry = section.text(index)
             found = entry and read_series(entry[0], entry[1], entry[3])
-            known.append((found[0], found[1], entry[2], entry[3]) if entry and found else None)
+            learned = (found[0], found[1], entry[2], entry[3]) if entry and found else None
+            known.append(learned)
+            if learned is not None:
+                by_name.setdefault(learned[0].name, []).append(learned)
 
     def _write(self, metric: Metric, series: dict[LabelValues, Values]) -> list[str]:
         lines = write_head(metric.name, metric.kind, metric.help)

@@ -126,6 +126,13 @@ SHARED_WORKERS = _fact(
     "shared_worker_tenants", "Workers of models in each process that models share.", "worker"
 )
 
+WORKER_MEMORY = _fact(
+    "worker_memory_bytes",
+    "Resident memory of a worker process without files and shared memory, as of the last seconds.",
+    *MODEL,
+    "worker",
+)
+
 WORKER_RESTARTS = _counter("worker_restarts", "Worker processes started again after one died.", *MODEL)
 
 MODEL_READY = _fact("model_ready", "1 when the version is available and has a live worker.", *MODEL)
@@ -225,6 +232,6 @@ class Traffic:
         """
         known = model if version or model in self._known else ""
         if known and message:
-            request_id = str(getattr(exchange, "request_id", ""))
-            self._registry.failures.add(known, kind, message, request_id)
+            request_id, address = (str(getattr(exchange, name, "")) for name in ("request_id", "address"))
+            self._registry.failures.add(known, kind, message, request_id, address)
         self._registry.counters(names.REQUESTS).of(known, version, self._dialect, kind).add()

@@ -9,7 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections import deque
+from collections import Counter as Counted
 from time import time
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -26,12 +26,16 @@ from fastserve._ext.shared_metrics import (
 from fastserve.errors import Kind
 from fastserve.metrics.exposition import Combine, Exposition, Metric, clean_value, read_series, write_series
 
-LAST_FAILURES = 5  # that are kept of a model
+LAST_FAILURES = 8  # that are kept of a model
+
+LAST_REFUSALS = 4  # requests of a model that their clients got wrong
 
 FAILURE_CHARACTERS = 300  # of the text of one
 
+FAILED_MODELS = 1024  # with failed requests; beyond, the model that failed least recently is forgotten
+
 # Faults of the client say nothing of the model.
-_OF_CLIENTS = frozenset(
+CLIENT_FAULTS = frozenset(
     kind.name
     for kind in (
         *(Kind.INVALID_ARGUMENT, Kind.NOT_FOUND, Kind.UNIMPLEMENTED, Kind.CANCELLED, Kind.OUT_OF_RANGE),
@@ -41,29 +45,62 @@ _OF_CLIENTS = frozenset(
 
 
 class FailedRequest(NamedTuple):
-    """A request that its model or this server failed. `at` is Unix time."""
+    """A request that was answered with an error. `at` is Unix time, `host` its client's address without the
+    port, "" where it is not known."""
 
     at: float
     kind: str
     message: str
     request_id: str
+    host: str = ""
+
+
+class FairList:
+    """The last `most` failed requests. One too many takes the place of the oldest one of the client that has
+    the most here, so that no client can push out those of all others."""
+
+    __slots__ = ("_kept", "_most")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: list[FailedRequest] = []
+
+    def add(self, failed: FailedRequest) -> None:
+        kept = self._kept
+        kept.append(failed)
+        if len(kept) > self._most:
+            ((host, _),) = Counted(one.host for one in kept).most_common(1)
+            del kept[next(i for i, one in enumerate(kept) if one.host == host)]
+
+    def newest_first(self) -> list[FailedRequest]:
+        return self._kept[::-1]
 
 
 class FailedRequests:
-    """The last failures of each model served, in this process."""
+    """The last failed requests of each model served, in this process: `of` those that the model or the server
+    failed, `refused` those that their clients got wrong. Each has room of its own."""
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[FailedRequest]] = {}
+        self._of: dict[str, tuple[FairList, FairList]] = {}
 
-    def add(self, model: str, kind: str, message: str, request_id: str) -> None:
-        """Keep one. `model` is a name that is served, so that clients cannot add any."""
-        if kind not in _OF_CLIENTS:
-            kept = self._of.setdefault(model, deque(maxlen=LAST_FAILURES))
-            kept.append(FailedRequest(time(), kind, message[:FAILURE_CHARACTERS], request_id))
+    def add(self, model: str, kind: str, message: str, request_id: str, address: str = "") -> None:
+        """Keep one. `model` is a name that is served, so that clients cannot add any; `address` is the
+        client's HOST:PORT."""
+        lists = self._of.pop(model, None) or (FairList(LAST_FAILURES), FairList(LAST_REFUSALS))
+        self._of[model] = lists  # the last one now
+        if len(self._of) > FAILED_MODELS:
+            del self._of[next(iter(self._of))]
+        host = address.rpartition(":")[0]
+        failed = FailedRequest(time(), kind, message[:FAILURE_CHARACTERS], request_id, host)
+        lists[kind in CLIENT_FAULTS].add(failed)
 
     def of(self, model: str) -> list[FailedRequest]:
-        """Return the failures of a model, the newest first."""
-        return [*reversed(self._of.get(model, ()))]
+        """Return the requests that the model or the server failed, the newest first."""
+        return self._of[model][0].newest_first() if model in self._of else []
+
+    def refused(self, model: str) -> list[FailedRequest]:
+        """Return the requests that their clients got wrong, the newest first."""
+        return self._of[model][1].newest_first() if model in self._of else []
 
 
 log = logging.getLogger(__name__)

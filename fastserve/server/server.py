@@ -282,6 +282,7 @@ class Server:
         self._gauges.show_memory(self.front.budget)
         self._gauges.show_certificate(self.front.tls)
         self._gauges.show_queues(self.host.hosted.values())
+        self._gauges.show_workers(self.host.hosted.values())
         self.fronts.tell_custom_metrics(self.host.callbacks.metrics.write())
         self.fronts.tell_catalog()  # labels move without a version that does
 

@@ -203,3 +203,14 @@ def zero_view(nbytes: int) -> memoryview:
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{nbytes} bytes of address space") from error
     return _all[:nbytes]
+
+
+def own_memory_bytes(pid: int) -> int:
+    """Return the resident memory of a process that is neither of files nor shared, as arenas are; 0 for a
+    process that has ended."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
+            _, resident, shared, *_ = map(int, file.read(200).split())
+    except (OSError, ValueError):  # it ended, before or while it was read
+        return 0
+    return (resident - shared) * _PAGE_BYTES

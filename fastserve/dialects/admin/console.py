@@ -1,23 +1,28 @@
 """The dialect `console`: the operator's page, on every HTTP listener.
 
     GET /console                        the page
-    GET /console/console.css, .js       its style and script
-    GET /console/numbers[?after=N]      its numbers as JSON (numbers.py), with the points from N on
+    GET /console/console.css, .js       its style and scripts
+    GET /console/numbers[?after=N]      all its numbers as JSON (numbers.py), with the points from N on
+    GET /console/rows[?after=N]         the server, and a row for each model: what an open page asks for
+    GET /console/model?name=M[&after=N] one model whole
 
 The page loads nothing from other servers: its content security policy forbids it. It is shown where metrics
-are (`allow_metrics`).
+are (`allow_metrics`). Replies about all models are made in slices of the event loop's time; those of rows
+once between two samples, for all pages that are open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import TYPE_CHECKING
+from urllib.parse import unquote_plus
 
 import msgspec
 
-from fastserve.dialects.admin.history import INTERVAL_S, History
+from fastserve.dialects.admin.history import INTERVAL_S, History, work_on
 from fastserve.dialects.admin.numbers import NumbersReader
 from fastserve.dialects.admin.probes import refuse_probe_method
 from fastserve.net.access_control import Scope
@@ -40,13 +45,20 @@ SCOPES = dict.fromkeys(("GET", "HEAD"), Scope.METRICS)
 PAGE = HttpRoute("page", "/console", SCOPES)
 STYLE = HttpRoute("style", "/console/console.css", SCOPES)
 SCRIPT = HttpRoute("script", "/console/console.js", SCOPES)
+PLOTS = HttpRoute("plots", "/console/plots.js", SCOPES)
 NUMBERS = HttpRoute("numbers", "/console/numbers", SCOPES)
-ROUTES = (PAGE, STYLE, SCRIPT, NUMBERS)
+ROWS = HttpRoute("rows", "/console/rows", SCOPES)
+MODEL = HttpRoute("model", "/console/model", SCOPES)
+ROUTES = (PAGE, STYLE, SCRIPT, PLOTS, NUMBERS, ROWS, MODEL)
+
+NEAR = 8
+"""Points that a page may be behind; one that is further behind, or new, gets all."""
 
 _FILES = {
     PAGE.path: ("console.html", b"text/html; charset=utf-8"),
     STYLE.path: ("console.css", b"text/css; charset=utf-8"),
     SCRIPT.path: ("console.js", b"text/javascript; charset=utf-8"),
+    PLOTS.path: ("plots.js", b"text/javascript; charset=utf-8"),
 }
 
 POLICY = (
@@ -62,44 +74,92 @@ HEADERS = (
 )
 
 
+class SharedReplies:
+    """Replies of rows by the first point in them, each made once between two samples of the history."""
+
+    def __init__(self, reader: NumbersReader, history: History) -> None:
+        self._reader, self._history = reader, history
+        self._samples = -1
+        self._made: dict[int, asyncio.Task[bytes]] = {}  # at most NEAR + 2
+        self._making: set[asyncio.Task[bytes]] = set()
+
+    async def ask(self, after: int) -> bytes:
+        """Return the reply with the points from `after` on, or with all of them."""
+        history = self._history
+        if history.samples != self._samples:
+            self._made, self._samples = {}, history.samples
+        first = after if history.seen - NEAR <= after <= history.seen else 0
+        task = self._made.get(first)
+        if task is None:
+            task = self._made[first] = asyncio.ensure_future(last_of(self._reader.rows(first)))
+            self._making.add(task)
+            task.add_done_callback(self._making.discard)
+        return await asyncio.shield(task)  # others wait for it when this client leaves
+
+    def close(self) -> None:
+        for task in self._making:
+            task.cancel()
+
+
+async def last_of(steps: Iterator[bytes]) -> bytes:
+    """Take all steps, in slices of the loop's time, and return the result of the last one."""
+    done: list[bytes] = []
+    while work_on(steps, done):
+        del done[:-1]
+        await asyncio.sleep(0)
+    return done[-1]
+
+
 class Console(Dialect):
     """Routes of the page, and the timer that samples the counters for its history."""
 
     def __init__(self, context: ServingContext, options: NoOptions) -> None:
         self._history = History(context.registry)
-        self._reader = NumbersReader(
-            context.registry, context.engine.catalog, context.readiness, self._history
-        )
+        self._reader = NumbersReader(context, self._history)
+        self._rows = SharedReplies(self._reader, self._history)
         self._shown = context.settings.allow_metrics
         self._files: dict[str, bytes] = {}
-        self._next: asyncio.TimerHandle | None = None
+        self._handles: dict[str, asyncio.Handle] = {}
+        self._steps: Iterator[None] | None = None  # of the sample that is being taken
+        self._endpoints: dict[str, Endpoint] = {
+            NUMBERS.path: self.show_numbers,
+            ROWS.path: self.show_rows,
+            MODEL.path: self.show_model,
+            **{path: self._shower(path) for path in _FILES},
+        }
 
     def open(self) -> None:
         if self._shown:
             self._look()
 
     def close(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
+        for handle in self._handles.values():
+            handle.cancel()
+        self._rows.close()
 
     def route(self, method: str, target: str) -> Route | None:
-        path = target.partition("?")[0]
-        if not self._shown or not path.startswith(PAGE.path):
+        endpoint = self._endpoints.get(target.partition("?")[0])
+        if not self._shown or endpoint is None:
             return None
-        if path == NUMBERS.path:
-            return Route(self.show_numbers if method in SCOPES else refuse_probe_method, Scope.METRICS)
-        if path not in _FILES:
-            return None
-        return Route(self._shower(path) if method in SCOPES else refuse_probe_method, Scope.METRICS)
+        return Route(endpoint if method in SCOPES else refuse_probe_method, Scope.METRICS)
 
-    def show_numbers(self, call: Call) -> None:
-        query = call.target.partition("?")[2]
-        after = next((part[6:] for part in query.split("&") if part.startswith("after=")), "0")
-        if not (after.isascii() and after.isdecimal() and len(after) < 16):
-            body = b'{"error":"after: a whole number of at most 15 digits is wanted"}'
-            call.reply(400, body, headers=HEADERS)
-            return
-        call.reply(200, msgspec.json.encode(self._reader.read(int(after))), headers=HEADERS)
+    async def show_numbers(self, call: Call) -> None:
+        after = read_after(call)
+        if after is not None:
+            call.reply(200, await last_of(self._reader.numbers(after)), headers=HEADERS)
+
+    async def show_rows(self, call: Call) -> None:
+        after = read_after(call)
+        if after is not None:
+            call.reply(200, await self._rows.ask(after), headers=HEADERS)
+
+    def show_model(self, call: Call) -> None:
+        after, name = read_after(call), unquote_plus(read_field(call, "name"))
+        found = None if after is None else self._reader.details(name, after)
+        if found is not None:
+            call.reply(200, msgspec.json.encode(found), headers=HEADERS)
+        elif after is not None:
+            call.reply(404, b'{"error":"name: a model that is known here is wanted"}', headers=HEADERS)
 
     def _shower(self, path: str) -> Endpoint:
         return lambda call: call.reply(200, self._read(path), _FILES[path][1], HEADERS)
@@ -112,8 +172,32 @@ class Console(Dialect):
         return found
 
     def _look(self) -> None:
-        self._next = asyncio.get_running_loop().call_later(INTERVAL_S, self._look)
-        self._history.look(time.monotonic_ns())
+        self._handles["look"] = asyncio.get_running_loop().call_later(INTERVAL_S, self._look)
+        if self._steps is None:  # else the loop has been busy for as long
+            self._steps = self._history.steps(time.monotonic_ns())
+            self._step()
+
+    def _step(self) -> None:
+        steps = self._steps
+        if steps is not None and work_on(steps):
+            self._handles["step"] = asyncio.get_running_loop().call_soon(self._step)
+        else:
+            self._steps = None
+
+
+def read_field(call: Call, name: str) -> str:
+    """Return a field of the call's query as it was sent, "" for none."""
+    fields = (part.partition("=") for part in call.target.partition("?")[2].split("&"))
+    return next((value for field, _, value in fields if field == name), "")
+
+
+def read_after(call: Call) -> int | None:
+    """Return the number of the first point wanted; None after a refusal."""
+    after = read_field(call, "after") if "after=" in call.target else "0"
+    if after.isascii() and after.isdecimal() and len(after) < 16:
+        return int(after)
+    call.reply(400, b'{"error":"after: a whole number of at most 15 digits is wanted"}', headers=HEADERS)
+    return None
 
 
 CONSOLE = DialectSpec(

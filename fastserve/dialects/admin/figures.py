@@ -15,8 +15,9 @@ import msgspec
 from fastserve.metrics import Metric, names
 
 Totals = dict[str, tuple[float, ...]]
-REQUESTS, ERRORS, LATENCY, ROWS, SIZES, LEVEL = "requests", "errors", "latency", "rows", "sizes", "level"
-PLOTTED = (REQUESTS, ERRORS, LATENCY, ROWS, SIZES, LEVEL)
+REQUESTS, ERRORS, FAULTS, LATENCY = "requests", "errors", "faults", "latency"
+ROWS, SIZES, LEVEL = "rows", "sizes", "level"
+PLOTTED = (REQUESTS, ERRORS, FAULTS, LATENCY, ROWS, SIZES, LEVEL)
 
 STAGES: Mapping[str, Metric] = {
     "decode": names.DECODE_DURATION,
@@ -29,10 +30,12 @@ STAGES: Mapping[str, Metric] = {
 
 
 class ModelFigures(msgspec.Struct, kw_only=True):
-    """Figures of one interval. Durations are in milliseconds, None where nothing was counted."""
+    """Figures of one interval. Durations are in milliseconds, None where nothing was counted. Faults are the
+    errors that are not the client's: of the model, or of the server."""
 
     requests_per_s: float
     errors_per_s: float
+    faults_per_s: float
     rows_per_s: float
     p50_ms: float | None
     p90_ms: float | None
@@ -67,14 +70,11 @@ def grown(now: Totals, before: Totals, wanted: Iterable[str], levels: Container[
     return found
 
 
-def add_up(parts: Iterable[Totals]) -> Totals:
-    """Return the sum of several totals."""
-    found: Totals = {}
-    for part in parts:
-        for name, values in part.items():
-            held = found.get(name)
-            found[name] = values if held is None else add(held, values)
-    return found
+def add_to(total: Totals, part: Totals) -> None:
+    """Add a part to a total."""
+    for name, values in part.items():
+        held = total.get(name)
+        total[name] = values if held is None else add(held, values)
 
 
 def add(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
@@ -89,6 +89,7 @@ def describe(growth: Totals, seconds: float) -> ModelFigures:
     return ModelFigures(
         requests_per_s=growth.get(REQUESTS, (0.0,))[0] / seconds,
         errors_per_s=growth.get(ERRORS, (0.0,))[0] / seconds,
+        faults_per_s=growth.get(FAULTS, (0.0,))[0] / seconds,
         rows_per_s=rows / seconds,
         p50_ms=p50,
         p90_ms=p90,
@@ -144,6 +145,7 @@ TEXT_NUMBERS: Mapping[str, Metric] = {
 
 TEXT_LEVELS = frozenset((RUNNING, WAITING, KV_USED, KV))
 TEXT_PLOTTED = (*TEXT_HISTOGRAMS, *TEXT_NUMBERS)
+POINTED = (*PLOTTED, *TEXT_PLOTTED)
 SERIES = ("tokens_per_s", "first_p50_ms", "first_p99_ms", "running")
 
 

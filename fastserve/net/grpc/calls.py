@@ -214,6 +214,11 @@ class GrpcCall(CallPath):
             return self._request_id
 
     @property
+    def address(self) -> str:
+        """Return the client's address: HOST:PORT, "unix" of a socket file."""
+        return self.stream.connection.address
+
+    @property
     def claim(self) -> Claim:
         """Memory for work on this call, beside its messages; released when the method has ended."""
         try:

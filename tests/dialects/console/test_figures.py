@@ -76,7 +76,10 @@ def test_what_is_new_began_at_nothing_and_only_what_is_wanted_is_compared() -> N
 
 def test_totals_add_up_by_name_and_bucket() -> None:
     parts = [{ROWS: (1.0,), SIZES: (1.0, 2.0)}, {SIZES: (10.0, 20.0)}, {}]
-    assert figures.add_up(parts) == {ROWS: (1.0,), SIZES: (11.0, 22.0)}
+    total: figures.Totals = {}
+    for part in parts:
+        figures.add_to(total, part)
+    assert total == {ROWS: (1.0,), SIZES: (11.0, 22.0)}
 
 
 def test_bars_end_with_the_largest_batches() -> None:

@@ -1,27 +1,34 @@
-"""The operator's page on a running server: its numbers are what was counted, and a browser shows them."""
+"""The operator's page on a running server: its numbers are what was counted, and Chromium shows them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastserve.dialects.admin import console
+from fastserve.dialects.admin import numbers as numbers_module
+from tests import chromium
 from tests.certificates import issue
+from tests.chromium import Chromium
 from tests.running import FREE, Running
 from tests.server.rig import Served, run, serving, write_model
 
-BROWSER_S = 60.0
+BROWSER_S = 100.0
+in_chromium = pytest.mark.skipif(
+    chromium.FOUND is None, reason="no chromium: the page was not shown by a browser"
+)
 
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "INTERVAL_S", 0.05)
+    for module in (console, numbers_module):
+        monkeypatch.setattr(module, "INTERVAL_S", 0.05)
 
 
 async def numbers(served: Served, query: str = "") -> Any:
@@ -104,16 +111,16 @@ def test_a_model_that_fails_tells_the_last_failures_with_their_ids(tmp_path: Pat
         async with serving(tmp_path) as served:
             model = await asyncio.wait_for(failing(served), 20)
             told = [(one["status"], one["request_id"]) for one in model["failures"]]
-            assert told == [("INTERNAL", f"r-{number}") for number in (6, 5, 4, 3, 2)]
+            assert told == [("INTERNAL", f"r-{number}") for number in (6, 5, 4, 3, 2, 1, 0)]
             assert "no such luck" in model["failures"][0]["message"]
             assert (await served.ask(1.0, model="nobody"))[0] == 404, "which is its client's fault"
-            assert len((await numbers(served))["models"][0]["failures"]) == 5
-            if shutil.which("chromium") is not None:
-                page, said = await show(served.port, tmp_path / "profile")
-                assert "<code>r-6</code>" in page
-                assert "CONSOLE" not in said, said
+            (model,) = (await numbers(served))["models"]
+            assert len(model["failures"]) == 7
+            (row,) = (await rows(served))["models"]
+            assert (row["trouble"], row["why"]) == ("bad", "most requests fail")
+            assert row["last"]["request_id"] == "r-6"
 
-    run(main(), BROWSER_S + 20)
+    run(main())
 
 
 @pytest.mark.parametrize("query", ["?after=-1", "?after=1e3", "?after=", "?after=" + "9" * 16, "?after=%31"])
@@ -140,63 +147,207 @@ def test_where_metrics_are_not_shown_the_page_is_not(tmp_path: Path) -> None:
     run(main())
 
 
-@pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="no chromium: the page was not shown by a browser"
-)
-def test_a_browser_shows_it_within_its_policy(tmp_path: Path) -> None:
-    write_model(tmp_path)
+async def rows(served: Served) -> Any:
+    status, body = await (await served.client()).get("/console/rows")
+    assert status == 200, body
+    return json.loads(body)
+
+
+def test_details_are_of_one_model_and_its_example_is_answered(tmp_path: Path) -> None:
+    write_model(tmp_path, instances=2)
 
     async def main() -> None:
         async with serving(tmp_path) as served:
-            for number in (1.0, 2.0, 3.0):
-                assert (await served.ask(number))[0] == 200
-            page, said = await show(served.port, tmp_path / "profile")
-            assert 'id="model-twice"' in page
-            assert '<span id="state" class="pill good" role="status">ready</span>' in page
-            assert "1 of 1 workers" in page
-            assert '<path class="a" d="M' in page
-            assert "CONSOLE" not in said, said  # neither an error of the script nor a breach of the policy
+            client = await served.client()
+            while True:  # the memory of workers is looked at twice a second
+                status, body = await client.get("/console/model?name=twice&after=0")
+                assert status == 200, body
+                found = json.loads(body)
+                (version,) = found["versions"]
+                if all(worker["memory_bytes"] for worker in version["workers"]):
+                    break
+                await asyncio.sleep(0.05)
+            assert [worker["device"] for worker in version["workers"]] == ["cpu", "cpu"]
+            assert all(1e6 < worker["memory_bytes"] < 1e9 for worker in version["workers"])
+            assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2], "optional": False}]
+            example = found["example"]
+            answer = await client.post(example["path"], json.dumps(example["body"]).encode())
+            assert json.loads(answer[1])["outputs"][0]["data"] == [2.0, 2.0]
+            for query in ("?name=nobody", "", "?name=%FF", "?name=" + "a" * 5000):
+                assert (await client.get(f"/console/model{query}"))[0] == 404
+            assert (await client.get("/console/model?name=twice&after=x"))[0] == 400
 
-    run(main(), BROWSER_S + 20)
+    run(main())
 
 
-@pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="no chromium: the page was not shown by a browser"
-)
+@asynccontextmanager
+async def shown(served: Served, profile: Path, **size: int) -> AsyncIterator[Chromium]:
+    """The page, once it has models; afterwards nothing may have been said on its console."""
+    async with Chromium(profile, **size) as browser:
+        address = f"http://127.0.0.1:{served.port}"
+        await browser.open(f"{address}/console")
+        await browser.until("document.querySelectorAll('.model').length")
+        yield browser
+        assert browser.said == []
+        assert {url for url in browser.requests if not url.startswith(address)} == set()
+
+
+HOSTILE = "<img src=x onerror=console.log(1)>"
+
+
+@in_chromium
+@pytest.mark.logs_errors
+def test_a_browser_shows_models_by_traffic_with_what_failed(tmp_path: Path) -> None:
+    (write_model(tmp_path, "broken", warmup="off") / "1" / "model.py").write_text(
+        FAILS.replace("no such luck", HOSTILE)
+    )
+    for name in ("quiet", "twice"):
+        write_model(tmp_path, name)
+
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            served.server.catalog.model(HOSTILE)
+            asking = asyncio.ensure_future(ask_on(served))
+            async with shown(served, tmp_path / "profile") as page:
+                await see_rows(page)
+                await see_details(page)
+                await use_keys(page)
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    run(main(), BROWSER_S)
+
+
+async def ask_on(served: Served) -> None:
+    """Two requests that are answered and one that fails, again and again: what is shown is of a quarter of a
+    second."""
+    client, body = await served.client(), json.dumps({"instances": [[1.0, 2.0]]}).encode()
+    while True:
+        for model, status in (("twice", 200), ("broken", 500), ("twice", 200)):
+            assert (await client.post(f"/v1/models/{model}:predict", body))[0] == status
+        await asyncio.sleep(0.02)
+
+
+async def see_rows(page: Chromium) -> None:
+    names = "[...document.querySelectorAll('.model .name b')].map((one) => one.textContent)"
+    assert await page.until(f"{names}.length === 4 && {names}") == ["twice", "broken", HOSTILE, "quiet"]
+    assert await page.value("document.querySelector('#state').className") == "pill good"
+    broken = "document.getElementById('model-broken')"
+    await page.until(
+        f"{broken}.matches('.bad') && {broken}.querySelector('.said').textContent.includes('INTERNAL')"
+    )
+    assert HOSTILE in await page.value(f"{broken}.querySelector('.said').textContent")
+    assert await page.value("document.querySelectorAll('img').length") == 0
+    assert await page.value("document.querySelector('#trouble b').textContent") == "1"
+    assert "M" in await page.value("document.querySelector('#model-twice path.line').getAttribute('d')")
+    assert await page.value("document.querySelector('#model-twice .latency').title.startsWith('half of the')")
+
+
+async def see_details(page: Chromium) -> None:
+    await page.value("document.querySelector('#model-broken .row').click()")
+    await page.until("document.querySelector('#model-broken .failures code')")
+    assert HOSTILE in await page.value("document.querySelector('#model-broken .failures tbody').textContent")
+    await page.value("document.querySelector('#model-twice .row').click()")
+    twice = "document.querySelector('#model-twice .details')"
+    await page.until(f"{twice}?.querySelector('textarea')")
+    assert "1 of 1 workers" in await page.value(f"{twice}.textContent")
+    await page.value(f"{twice}.querySelector('textarea').value = "
+                     f"{twice}.querySelector('textarea').value.replace('[1,1]', '[3,4]')")  # fmt: skip
+    await page.value(
+        f"[...{twice}.querySelectorAll('button')].find((one) => one.textContent === 'send').click()"
+    )
+    answer = await page.until(
+        f"{twice}.querySelector('pre').textContent.startsWith('200') && {twice}.textContent"
+    )
+    assert "[6" in answer
+    assert "8" in answer
+
+
+async def use_keys(page: Chromium) -> None:
+    seen = "[...document.querySelectorAll('.model:not([hidden])')].map((one) => one.id.slice(6))"
+    await page.press("Escape")
+    assert await page.value("document.querySelectorAll('.details').length") == 0
+    await page.press("t")
+    assert await page.value(seen) == ["broken"]
+    await page.press("t")
+    await page.press("/")
+    for key in "QUI":
+        await page.press(key)
+    assert await page.value(seen) == ["quiet"]
+    await page.press("Enter")
+    await page.press("Enter")
+    await page.until("document.querySelector('#model-quiet .details .versions table')")
+    assert await page.value("location.hash") == "#quiet"
+    await page.press("w")
+    assert await page.value("document.querySelector('#minutes-2').getAttribute('aria-pressed')") == "true"
+    await page.press("d")
+    assert await page.value("document.documentElement.dataset.theme") == "light"
+    await page.press("?")
+    assert await page.value("document.querySelector('#help-box').open")
+    await page.press("Escape")
+    await page.resize(390, 844)
+    assert await page.value("document.documentElement.scrollWidth <= innerWidth")
+
+
+@in_chromium
+def test_a_browser_loads_and_unloads_and_says_when_the_server_is_gone(tmp_path: Path) -> None:
+    write_model(tmp_path, "other")
+    write_model(tmp_path)
+
+    async def main() -> None:
+        async with Chromium(tmp_path / "profile") as page:
+            async with serving(tmp_path, load_models=("twice",)) as served:
+                await page.open(f"http://127.0.0.1:{served.port}/console#twice")
+                await page.until("document.querySelector('#model-twice .request .buttons')")
+                press = "document.querySelector('#repository').click()"
+                await page.value(press)
+                row = "(one) => one.textContent.startsWith('other')"
+                find = f"[...document.querySelectorAll('#repository-list tr')].find({row})"
+                await page.until(find)
+                await page.value(f"{find}.querySelector('button').click()")
+                await page.until("document.querySelector('#model-other')")
+                await page.value("document.querySelector('#repository-box').close()")
+                button = "(one) => one.textContent.startsWith('unload')"
+                unload = f"[...document.querySelectorAll('#model-twice button')].find({button})"
+                await page.value(f"{unload}.click()")
+                assert served.server.catalog.available("twice") is not None, "it was not asked twice"
+                await page.value(f"{unload}.click()")
+                await page.until("document.querySelector('#model-twice').matches('.off')")
+                assert served.server.catalog.available("twice") is None
+                assert page.said == []
+            await page.until(
+                "document.body.matches('.stale') && document.querySelector('#stale').textContent"
+            )
+
+    run(main(), BROWSER_S)
+
+
+@in_chromium
 def test_a_listener_of_grps_shows_it_at_its_root(tmp_path: Path) -> None:
     write_model(tmp_path / "models")
+
+    async def main(address: str) -> None:
+        async with Chromium(tmp_path / "profile") as page:
+            await page.open(f"{address}/")
+            assert "qps" in await page.value("document.documentElement.outerHTML")
+            assert page.said == []  # a frame that is refused says so
+
     with Running(tmp_path / "models", tmp_path / "log", http=f"{FREE}=grps") as server:
-        page, said = asyncio.run(show(int(server.http.rpartition(":")[2]), tmp_path / "profile", "/"))
-    assert "qps" in page
-    assert "CONSOLE" not in said, said  # a frame that is refused says so
+        asyncio.run(main(f"http://127.0.0.1:{server.http.rpartition(':')[2]}"))
 
 
-@pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="no chromium: the page was not shown by a browser"
-)
+@in_chromium
 def test_a_browser_shows_shared_workers_and_when_the_certificate_ends(tmp_path: Path) -> None:
     write_model(tmp_path, shared_worker="both")
-    write_model(tmp_path, "alone")
     tls = issue(tmp_path)
 
     async def main() -> None:
-        async with serving(tmp_path, tls=tls) as served:
-            page, said = await show(served.port, tmp_path / "profile", scheme="https")
-            assert page.count(" in shared worker ") == 1
-            assert '<span class="dim"> in shared worker both</span>' in page
-            assert re.search(r"<dt>certificate</dt><dd>ends in \d+ ", page), page[:2000]
-            assert "CONSOLE" not in said, said
+        async with serving(tmp_path, tls=tls) as served, Chromium(tmp_path / "profile") as page:
+            await page.open(f"https://127.0.0.1:{served.port}/console#twice")
+            await page.until(
+                "document.querySelector('#model-twice')?.textContent.includes('in shared worker both')"
+            )
+            await page.until("/certificateends in \\d+ /.test(document.querySelector('#server').textContent)")
+            assert page.said == []
 
-    run(main(), BROWSER_S + 20)
-
-
-async def show(port: int, profile: Path, path: str = "/console", scheme: str = "http") -> tuple[str, str]:
-    """The page as a browser has it after some seconds of its own time, and what its console said."""
-    browser = await asyncio.create_subprocess_exec(
-        "chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-        "--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom",
-        "--ignore-certificate-errors", f"{scheme}://127.0.0.1:{port}{path}",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    page, said = await asyncio.wait_for(browser.communicate(), BROWSER_S)
-    return page.decode(), said.decode("utf-8", "replace")
+    run(main(), BROWSER_S)

@@ -1,181 +1,370 @@
-// Shows what /console/numbers says, every two seconds. The server sends each point of a plot once.
+// Shows what /console/rows says of all models, and /console/model of those unfolded, every two seconds. Elements
+// are kept from one reply to the next and changed where something has: a selection or a text being written stays.
+// All text of the server's is set as text, never as markup.
 "use strict";
 
-const KEEP = 300; // points of a plot; the server keeps as many
-const NARROWEST = 60; // points over the whole width while the server is young
-const plotted = new Map(); // model, "" for the whole server -> name of a series -> its points
-let after = 0;
-let startedAt = null;
+const OPEN_MOST = 8; // unfolded models: each is a request of its own
+const RESORT_MS = 10000;
+const SENT_MOST = 1 << 21; // elements of an example that the page makes up by itself
+
+const server = new Points();
+const models = new Map(); // name -> ModelRow
+const view = { minutes: 10, sort: "requests", rising: false, trouble: false, search: "" };
+let known = ""; // the history that points are of
 let interval = 2;
+let answeredAt = 0; // by this page's clock
+let answered = null; // the last reply
+let movedAt = 0; // when there last was a new point
+let sortedAt = 0;
+let fault = "";
 
 const byId = (id) => document.getElementById(id);
+const count = () => Math.round((60 * view.minutes) / interval);
 
-function make(tag, className, ...children) {
-  const found = document.createElement(tag);
-  if (className) found.className = className;
-  found.append(...children);
-  return found;
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
-// Three digits, and a letter for thousands and more; counts have no fractions.
-function short(value, unit = "", whole = false) {
-  if (value === null || value === undefined) return "–";
-  const sizes = [[1e9, "G"], [1e6, "M"], [1e4, "k", 1e3]];
-  for (const [from, letter, by] of sizes) {
-    if (value >= from) return `${(value / (by ?? from)).toPrecision(3)} ${letter}${unit}`;
-  }
-  const digits = whole || value === 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
-  return `${value.toFixed(digits)}${unit && ` ${unit}`}`;
+// Render a part anew where its facts have changed.
+function renew(element, facts, render) {
+  const told = JSON.stringify(facts);
+  if (element.told === told) return;
+  element.told = told;
+  element.replaceChildren(...render(facts));
 }
 
-function lasting(seconds) {
-  const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
-  const first = parts.findIndex(([size]) => seconds >= size);
-  if (first < 0) return "0 s";
-  const texts = parts.slice(first, first + 2).map(([size, letter]) => {
-    const whole = Math.floor(seconds / size);
-    seconds -= whole * size;
-    return `${whole} ${letter}`;
-  });
-  return texts.join(" ");
+function ask(path, options = {}) {
+  return fetch(path, { cache: "no-store", signal: AbortSignal.timeout(10000), ...options });
 }
 
-// Plots ------------------------------------------------------------------------------------------
-
-function keep(model, points) {
-  const series = plotted.get(model) ?? {};
-  for (const [name, values] of Object.entries(points)) {
-    series[name] = [...(series[name] ?? []), ...values].slice(-KEEP);
-  }
-  plotted.set(model, series);
+async function askJson(path) {
+  const reply = await ask(path);
+  if (!reply.ok) throw new Error(`the server answered ${reply.status}`);
+  return reply.json();
 }
 
-function draw(tag, attributes) {
-  const found = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) found.setAttribute(name, value);
-  return found;
-}
-
-// The newest point is at the right edge; where nothing was counted the line has a gap.
-function line(values, width, top) {
-  let path = "";
-  let gap = true;
-  values.forEach((value, i) => {
-    if (value === null) {
-      gap = true;
-      return;
-    }
-    const x = width - values.length + i;
-    path += `${gap ? "M" : "L"}${x} ${(40 - (38 * value) / top).toFixed(2)}`;
-    gap = false;
-  });
-  return path;
-}
-
-function plot(title, now, series, names, whole = false) {
-  const lines = names.map((name) => series[name] ?? []);
-  const width = Math.max(NARROWEST, lines[0].length);
-  const peak = Math.max(...lines.flat().filter((value) => value !== null), 0);
-  const top = peak || 1;
-  const svg = draw("svg", { viewBox: `0 0 ${width - 1} 40`, preserveAspectRatio: "none", role: "img" });
-  const minutes = Math.round((width * interval) / 60);
-  svg.setAttribute("aria-label", `${title}: the last ${minutes} minutes, peak ${short(peak, "", whole)}`);
-  for (const y of [2, 21, 40]) svg.append(draw("path", { class: "grid", d: `M0 ${y}H${width - 1}` }));
-  if (names.length === 1 && lines[0].length && !lines[0].includes(null)) {
-    const outline = `${line(lines[0], width, top)}V40H${width - lines[0].length}Z`;
-    svg.append(draw("path", { class: "under", d: outline }));
-  }
-  lines.forEach((values, i) => svg.append(draw("path", { class: "ab"[i], d: line(values, width, top) })));
-  const above = make("div", "", title, make("span", "", `${minutes} min`));
-  const below = make("div", "", now, make("span", "", `peak ${peak ? short(peak, "", whole) : "–"}`));
-  return make("figure", "plot", make("figcaption", "", above, below), svg);
-}
-
-function figure(now, name, whole = false) {
-  return make("b", "", short(now[name], "", whole));
-}
-
-function rates(now, series) {
-  return plot("requests a second", figure(now, "requests_per_s"), series, ["requests_per_s"]);
-}
-
-function latencies(now, series) {
-  const [p50, p99] = [`${short(now.p50_ms)} `, short(now.p99_ms)];
-  const text = make("b", "", make("span", "key"), p50, make("span", "key b"), p99);
-  return plot("p50, p99 in ms", text, series, ["p50_ms", "p99_ms"]);
-}
-
-function batches(now, series) {
-  return plot("rows in a batch", figure(now, "batch_rows"), series, ["batch_rows"]);
-}
-
-function queues(now, series) {
-  const text = figure(now, "queue_rows", true);
-  return plot("rows waiting", text, series, ["queue_rows"], true);
-}
-
-function tokens(now, series) {
-  return plot("tokens a second", figure(now, "tokens_per_s"), series, ["tokens_per_s"]);
-}
-
-function firsts(now, series) {
-  const [p50, p99] = [`${short(now.first_p50_ms)} `, short(now.first_p99_ms)];
-  const text = make("b", "", make("span", "key"), p50, make("span", "key b"), p99);
-  return plot("first token, ms", text, series, ["first_p50_ms", "first_p99_ms"]);
-}
-
-function running(now, series) {
-  return plot("sequences running", figure(now, "running", true), series, ["running"], true);
-}
-
-function failures(now, series) {
-  const text = make("b", now.errors_per_s ? "bad" : "", short(now.errors_per_s));
-  return plot("errors a second", text, series, ["errors_per_s"]);
-}
-
-// Parts of the page ------------------------------------------------------------------------------
-
-function pill(text, kind) {
-  return make("span", `pill ${kind}`, text);
-}
+// The server -------------------------------------------------------------------------------------
 
 function showServer(numbers) {
   const state = byId("state");
-  state.textContent = numbers.ready ? "ready" : "not ready";
+  setText(state, numbers.ready ? "ready" : "not ready");
   state.className = `pill ${numbers.ready ? "good" : "bad"}`;
-  byId("reason").textContent = numbers.ready ? "" : numbers.reason;
-  const connections = short(numbers.connections, "", true);
-  const facts = [["version", numbers.server], ["up", lasting(numbers.up_s)], ["connections", connections]];
+  setText(byId("reason"), numbers.ready ? "" : numbers.reason);
+  const facts = [["version", numbers.server], ["up", lasting(numbers.up_s)], ["connections", short(numbers.connections, "", true)]];
   if (numbers.certificate_expires !== null) {
     const left = numbers.certificate_expires - numbers.at;
     facts.push(["certificate", left > 0 ? `ends in ${lasting(left)}` : "has ended"]);
   }
-  const pairs = facts.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value)));
-  byId("server").replaceChildren(...pairs);
+  renew(byId("server"), facts, (pairs) => pairs.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value))));
 }
 
-function showTiles(numbers) {
-  const series = plotted.get("") ?? {};
-  const tiles = [rates, latencies, batches, queues, failures].map((of) => make("div", "card", of(numbers.now, series)));
-  if (numbers.text) tiles.push(make("div", "card", tokens(numbers.text, series)));
-  byId("tiles").replaceChildren(...tiles);
-}
-
-function describeVersion(version) {
-  const state = { AVAILABLE: "good", END: version.error ? "bad" : "dim" }[version.state] ?? "wait";
-  const words = version.state === "END" ? (version.error ? "failed" : "ended") : version.state.toLowerCase();
-  const found = make("div", "", `version ${version.version} `, pill(words, state));
-  if (version.labels.length) found.append(` ${version.labels.join(", ")}`);
-  if (version.workers_wanted && version.state === "AVAILABLE") {
-    found.append(` ${version.workers_alive} of ${version.workers_wanted} workers`);
-  }
-  if (version.shared_worker) found.append(make("span", "dim", ` in shared worker ${version.shared_worker}`));
-  if (version.worker_restarts) found.append(make("span", "wait", ` ${version.worker_restarts} restarts`));
-  if (version.error) found.append(make("div", "bad", version.error));
+// Plots of one set of figures and points; `text` has those of generated text. Of errors those that are not the
+// clients' own are red.
+function plotsOf(now, text, points, whole = false) {
+  const last = (...names) => names.map((name) => points.last(name, count()));
+  const big = (value, kind = "", counted = false) => make("b", kind, short(value, "", counted));
+  const both = (p50, p99) => make("b", "", make("span", "key"), `${short(p50)} `, make("span", "key b"), short(p99));
+  const one = (title, shown, names, kinds, unit, counted) => plot(title, shown, last(...names), count(), interval, kinds, unit, counted);
+  const found = [
+    one("requests/s", big(now.requests_per_s), ["requests_per_s"]),
+    one("errors/s", big(now.errors_per_s, now.faults_per_s ? "bad" : ""), ["errors_per_s", "faults_per_s"], ["dim", "bad"]),
+    one("p50 / p99, ms", both(now.p50_ms, now.p99_ms), ["p50_ms", "p99_ms"]),
+  ];
+  if (!text || whole) found.push(one("rows waiting", big(now.queue_rows, "", true), ["queue_rows"], ["a"], "", true));
+  if (!text) found.push(one("rows in a batch", big(now.batch_rows), ["batch_rows"]));
+  if (text) found.push(one("tokens/s", big(text.tokens_per_s), ["tokens_per_s"]));
+  if (text && !whole) found.push(one("first token, ms", both(text.first_p50_ms, text.first_p99_ms), ["first_p50_ms", "first_p99_ms"]));
+  if (text) found.push(one("running", big(text.running, "", true), ["running"], ["a"], "", true));
   return found;
 }
 
+function showTiles(numbers) {
+  const plots = plotsOf(numbers.now, numbers.text, server, true);
+  byId("tiles").replaceChildren(...plots.map((one) => make("div", "card", one)));
+}
+
+function showDevices(numbers) {
+  renew(byId("devices"), numbers.devices, (devices) => devices.map((device) => {
+    const share = device.memory_total_bytes ? device.memory_used_bytes / device.memory_total_bytes : 0;
+    const kind = (part) => (part > 0.95 ? "bad" : part > 0.85 ? "warn" : "");
+    return make(
+      "div", "card", make("b", "", device.name), make("div", ""),
+      device.utilization === null ? "busy: not told" : `busy ${Math.round(100 * device.utilization)} %`,
+      meter(device.utilization),
+      `memory ${short(device.memory_used_bytes, "B")} of ${short(device.memory_total_bytes, "B")}`, meter(share, kind(share)),
+    );
+  }));
+}
+
+const KINDS = { status: "answered with", reject: "turned away", cancel: "client left", wire: "refused at the door" };
+
+function causeRows(causes, named) {
+  return causes.map((one) => make(
+    "tr", "",
+    make("td", "", KINDS[one.kind] ?? one.kind), ...(named ? [make("td", "", one.model || "–")] : []), make("td", "", one.cause),
+    make("td", "n", one.per_s > 0 ? `${short(one.per_s)} /s` : "–"), make("td", "n", short(one.total, "", true)),
+  ));
+}
+
+function showCauses(numbers) {
+  renew(byId("causes").tBodies[0], numbers.causes, (causes) => causeRows(causes, true));
+  byId("causes").hidden = numbers.causes.length === 0;
+  byId("no-causes").hidden = numbers.causes.length > 0;
+}
+
+// A row ------------------------------------------------------------------------------------------
+
+// A figure of a row, and a smaller one below it.
+class Cell {
+  constructor(name, unit) {
+    this.value = make("span", "");
+    this.value.dataset.unit = unit;
+    this.more = make("small", "");
+    this.element = make("span", `n ${name}`, this.value, this.more);
+  }
+
+  show(value, more = "") {
+    setText(this.value, value);
+    setText(this.more, more);
+    this.more.hidden = !more;
+  }
+}
+
+const DOTS = { ready: "good", loading: "warn", down: "bad", unloaded: "off" };
+
+class ModelRow {
+  constructor(name) {
+    this.name = name;
+    this.points = new Points();
+    this.traffic = 0;
+    this.details = null;
+    this.spark = new Sparkline();
+    this.dot = make("i", "dot");
+    this.tags = make("small", "");
+    this.rate = new Cell("rate", "requests/s");
+    this.errors = new Cell("errors", "errors/s");
+    this.latency = new Cell("latency", "");
+    this.waiting = new Cell("waiting", "waiting");
+    const cells = [this.rate, this.errors, this.latency, this.waiting].map((cell) => cell.element);
+    const numbers = make("span", "numbers", ...cells);
+    this.button = make("button", "row", this.dot, make("span", "name", make("b", "", name), this.tags), this.spark.svg, numbers);
+    this.button.type = "button";
+    this.button.setAttribute("aria-expanded", "false");
+    this.button.addEventListener("click", () => this.toggle());
+    this.said = make("p", "said");
+    this.element = make("article", "model", this.button, this.said);
+    this.element.id = `model-${name}`;
+  }
+
+  show(row, numbers) {
+    this.row = row;
+    this.points.add(row.points ?? {}, numbers.first_point, numbers.next_point);
+    const now = row.now ?? {};
+    this.state = row.state ?? "ready";
+    const kind = row.trouble || DOTS[this.state];
+    this.kind = kind;
+    this.dot.className = `dot ${kind}`;
+    this.dot.title = row.why || this.state;
+    this.element.className = `model ${kind}${this.details ? " open" : ""}`;
+    const tags = [this.state === "ready" ? "" : this.state, row.text ? "text" : "", (row.versions ?? []).map((number) => `v${number}`).join(" ")];
+    setText(this.tags, tags.filter(Boolean).join(" · "));
+    const [requests, errors] = ["requests_per_s", "errors_per_s"].map((name) => this.points.last(name, count()));
+    this.traffic = sum(requests);
+    this.failed = sum(errors);
+    this.spark.show(requests, errors, count());
+    this.rate.show(short(now.requests_per_s ?? 0), row.text ? `${short(now.tokens_per_s ?? 0)} tokens/s` : "");
+    this.errors.show(short(now.errors_per_s ?? 0));
+    this.errors.element.classList.toggle("bad", Boolean(now.faults_per_s));
+    this.errors.element.classList.toggle("dim", !now.errors_per_s);
+    this.latency.show(pair(now.p50_ms, now.p99_ms));
+    this.latency.element.title = explainPair(now.p50_ms, now.p99_ms);
+    const waiting = short(row.text ? (now.waiting ?? 0) : (now.queue_rows ?? 0), "", true);
+    this.waiting.show(waiting, row.text ? `${short(now.running ?? 0, "", true)} running` : "");
+    const last = row.last && numbers.at - row.last.at < 60 * view.minutes ? row.last : null;
+    renew(this.said, [row.why ?? "", row.trouble ?? "", last], describeTrouble);
+    this.said.hidden = !this.said.childElementCount;
+  }
+
+  sortValue() {
+    const now = this.row.now ?? {};
+    const values = {
+      requests: this.traffic, errors: this.failed, latency: now.p99_ms ?? -1,
+      waiting: this.row.text ? (now.waiting ?? 0) : (now.queue_rows ?? 0),
+    };
+    return values[view.sort];
+  }
+
+  toggle(open = !this.details) {
+    if (open === Boolean(this.details)) return;
+    if (open) {
+      const others = [...models.values()].filter((one) => one.details);
+      if (others.length >= OPEN_MOST) others[0].toggle(false);
+      this.details = new Details(this.name);
+      this.element.append(this.details.element);
+      this.details.refresh();
+    } else {
+      this.details.element.remove();
+      this.details = null;
+    }
+    this.button.setAttribute("aria-expanded", String(open));
+    this.element.classList.toggle("open", open);
+    rememberOpen();
+  }
+}
+
+// What is the matter, and the last request that failed.
+function describeTrouble([why, trouble, last]) {
+  const found = why ? [make("span", trouble, why)] : [];
+  return last ? [...found, ...describeFailure(last)] : found;
+}
+
+function describeFailure(one) {
+  const id = one.request_id ? [make("code", "", one.request_id)] : [];
+  return [make("span", "dim", clock(one.at)), make("span", "bad", one.status), ...id, make("span", "", one.message)];
+}
+
+// An unfolded model ------------------------------------------------------------------------------
+
+const STAGE_TEXTS = ["decode", "queue", "copy-in", "compute", "copy-out", "encode"];
+
+class Details {
+  constructor(name) {
+    this.name = name;
+    this.history = "";
+    this.points = new Points();
+    this.plots = make("section", "plots");
+    this.parts = Object.fromEntries(["stages", "failures", "versions", "text", "tensors", "batches", "causes"].map((part) => [part, make("section", part)]));
+    this.request = new RequestPart();
+    const parts = make("div", "parts", ...Object.values(this.parts));
+    this.element = make("div", "details", this.plots, parts, this.request.element);
+  }
+
+  async refresh() {
+    const after = this.points.next;
+    let told;
+    try {
+      told = await askJson(`/console/model?name=${encodeURIComponent(this.name)}&after=${after}`);
+    } catch (error) {
+      return; // the list says that the server does not answer
+    }
+    if (this.history && this.history !== told.history) { // another front process answered, or a new server
+      this.history = "";
+      this.points = new Points();
+      if (after) return this.refresh();
+    }
+    this.history = told.history;
+    this.points.add(told.points, Math.min(after, told.next_point), told.next_point);
+    this.show(told);
+  }
+
+  show(told) {
+    this.plots.replaceChildren(...plotsOf(told.now, told.text, this.points));
+    renew(this.parts.stages, told.stages, describeStages);
+    renew(this.parts.failures, [told.failures, told.refusals], describeFailures);
+    renew(this.parts.versions, told.versions, describeVersions);
+    renew(this.parts.text, told.text, describeText);
+    renew(this.parts.tensors, [told.inputs, told.outputs, told.backend, told.max_batch_size], describeTensors);
+    renew(this.parts.batches, told.text ? [] : told.batches, describeSizes);
+    renew(this.parts.causes, told.causes, describeCauses);
+    this.request.show(told);
+  }
+}
+
+function describeStages(stages) {
+  const timed = stages.filter((stage) => stage.p50_ms !== null);
+  if (!timed.length) return [];
+  const longest = Math.max(...["p50_ms", "p99_ms"].map((rank) => sum(timed.map((stage) => stage[rank]))));
+  const bar = (rank) => make("div", "stack", ...timed.map((stage) => {
+    const part = make("i", `s${STAGE_TEXTS.indexOf(stage.stage)}`);
+    part.style.width = `${(100 * stage[rank]) / longest}%`;
+    part.title = `${stage.stage} ${short(stage[rank], "ms")}`;
+    return part;
+  }));
+  const total = (rank) => make("span", "n", short(sum(timed.map((stage) => stage[rank])), "ms"));
+  const names = timed.map((stage) => {
+    const swatch = make("i", `swatch s${STAGE_TEXTS.indexOf(stage.stage)}`);
+    return make("span", "", swatch, `${stage.stage} `, make("b", "", pair(stage.p50_ms, stage.p99_ms)));
+  });
+  const grid = make(
+    "div", "stage-bars",
+    make("span", "", "half of the requests"), bar("p50_ms"), total("p50_ms"),
+    make("span", "", "slow ones, 1 of 100"), bar("p99_ms"), total("p99_ms"),
+  );
+  return [make("h3", "", "Where the time goes, stage by stage"), grid, make("div", "legend", ...names)];
+}
+
+function describeFailures([failures, refusals]) {
+  const table = (title, kind, list) => {
+    if (!list.length) return [];
+    const groups = new Map(); // those alike are one line, with the ids of all
+    for (const one of list) {
+      const key = JSON.stringify([one.status, one.message]);
+      groups.set(key, [...(groups.get(key) ?? []), one]);
+    }
+    const rows = [...groups.values()].map((alike) => {
+      const ids = make("td", "ids", ...alike.map((one) => make("code", "", one.request_id || "–")));
+      return make("tr", "", make("td", "time dim", clock(alike[0].at)), make("td", `time ${kind}`, alike[0].status), ids, make("td", "", alike[0].message));
+    });
+    const head = make("tr", "", ...["time", "status", "request id", "error"].map((text) => make("th", "", text)));
+    return [make("h3", "", title), make("table", "failures", make("thead", "", head), make("tbody", "", ...rows))];
+  };
+  return [...table("Last failures", "bad", failures), ...table("Last requests that clients got wrong", "dim", refusals)];
+}
+
+function describeVersions(versions) {
+  const rows = versions.map((version) => {
+    const failed = version.state === "END" && version.error;
+    const kind = { AVAILABLE: "good", END: failed ? "bad" : "dim" }[version.state] ?? "warn";
+    const state = make("td", "", pill(version.state === "END" ? (failed ? "failed" : "ended") : version.state.toLowerCase(), kind));
+    if (version.error) state.append(make("div", "bad", version.error));
+    const workers = make("td", "");
+    if (version.workers_wanted && version.state === "AVAILABLE") {
+      const missing = version.workers_alive < version.workers_wanted;
+      workers.append(make("span", missing ? "warn" : "", `${version.workers_alive} of ${version.workers_wanted} workers`));
+      version.workers.forEach((worker, number) => {
+        const memory = worker.memory_bytes === null ? "" : `, ${short(worker.memory_bytes, "B")}`;
+        workers.append(make("div", "dim", `${number}: ${worker.device}${memory}`));
+      });
+    }
+    if (version.shared_worker) workers.append(make("div", "dim", `in shared worker ${version.shared_worker}`));
+    if (version.worker_restarts) workers.append(make("div", "warn", `${version.worker_restarts} restarts`));
+    const labels = version.labels.length ? make("div", "dim", version.labels.join(", ")) : "";
+    return make("tr", "", make("td", "", String(version.version), labels), state, workers);
+  });
+  const head = make("tr", "", ...["version", "state", "workers, memory of their own"].map((text) => make("th", "", text)));
+  return [make("h3", "", "Versions and workers"), make("table", "", make("thead", "", head), make("tbody", "", ...rows))];
+}
+
+function describeText(text) {
+  if (!text) return [];
+  const facts = [
+    ["running, waiting", `${short(text.running, "", true)}, ${short(text.waiting, "", true)} sequences`],
+    ["first token", pair(text.first_p50_ms, text.first_p99_ms)],
+    ["between tokens", pair(text.gap_p50_ms, text.gap_p99_ms)],
+    ["prompts", `${short(text.prompt_tokens_per_s)} tokens/s`],
+  ];
+  const rows = facts.map(([name, value]) => make("tr", "", make("td", "dim", name), make("td", "n", value)));
+  const found = [make("h3", "", "Text"), make("table", "", make("tbody", "", ...rows))];
+  if (text.kv_tokens) {
+    const share = text.kv_used_tokens / text.kv_tokens;
+    found.push(make("div", "", make("span", "dim", "KV cache "), `${Math.round(100 * share)} % of ${short(text.kv_tokens, "", true)} tokens`));
+    found.push(meter(share, share > 0.95 ? "bad" : share > 0.85 ? "warn" : ""));
+  }
+  return found;
+}
+
+function describeTensors([inputs, outputs, backend, most]) {
+  const rows = (kind, tensors) => tensors.map((one) => make(
+    "tr", "", make("td", "dim", one.optional ? `${kind}, optional` : kind), make("td", "", make("code", "", one.name)),
+    make("td", "", one.datatype), make("td", "n", one.shape === null ? "any shape" : `[${one.shape.map((size) => (size < 0 ? "any" : size)).join(", ")}]`),
+  ));
+  if (!backend) return [];
+  const about = `Tensors · backend ${backend} · ${most ? `batches of up to ${most} rows` : "no batching"}`;
+  return [make("h3", "", about), make("table", "", make("tbody", "", ...rows("in", inputs), ...rows("out", outputs)))];
+}
+
 function describeSizes(bars) {
+  if (!bars.length) return [];
   const most = Math.max(...bars.map((bar) => bar.batches), 1);
   const drawn = bars.map((bar) => {
     const one = make("i");
@@ -183,143 +372,459 @@ function describeSizes(bars) {
     one.title = `${bar.batches} batches of ${bar.at_most === null ? "more" : `at most ${bar.at_most}`} rows`;
     return one;
   });
-  const last = bars.length ? bars[bars.length - 1].at_most : null;
-  const range = bars.length ? ` 1 to ${last ?? "more"} rows` : " none";
-  return make("div", "", make("span", "dim", "batch sizes "), make("span", "bars", ...drawn), range);
+  return [make("h3", "", "Batch sizes"), make("span", "bars", ...drawn), ` 1 to ${bars[bars.length - 1].at_most ?? "more"} rows`];
 }
 
-function describeStages(stages) {
-  const timed = stages.filter((stage) => stage.p50_ms !== null);
-  return timed.map((stage) => {
-    const both = `${short(stage.p50_ms)} / ${short(stage.p99_ms, "ms")}`;
-    return make("div", "", make("span", "dim", `${stage.stage} `), both);
+function describeCauses(causes) {
+  if (!causes.length) return [];
+  return [make("h3", "", "Errors by cause"), make("table", "", make("tbody", "", ...causeRows(causes, false)))];
+}
+
+// A request to paste or to send ------------------------------------------------------------------
+
+const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+function curlOf(method, path, body) {
+  return `curl -s ${quoted(location.origin + path)} -H 'Content-Type: application/json' -d ${quoted(body)}`;
+}
+
+function pythonOf(method, path, body) {
+  const address = JSON.stringify(location.origin + path);
+  return [
+    "import urllib.request", "",
+    `body = ${JSON.stringify(body)}.encode()`,
+    `request = urllib.request.Request(${address}, body, {"Content-Type": "application/json"})`,
+    "print(urllib.request.urlopen(request).read().decode())",
+  ].join("\n");
+}
+
+// A body with as many ones as the model wants, where the server's example is without values.
+function makeBody(inputs) {
+  const tensors = inputs.filter((one) => !one.optional).map((one) => {
+    const shape = (one.shape ?? [1]).map((size) => (size < 0 ? 1 : size));
+    return { name: one.name, shape, datatype: one.datatype, data: shape.reduce((all, size) => all * size, 1) };
   });
+  const whole = tensors.reduce((all, one) => all + one.data, 0);
+  if (!tensors.length || whole > SENT_MOST || tensors.some((one) => ["FP16", "BF16", "INVALID"].includes(one.datatype))) return null;
+  const one = (datatype) => ({ BYTES: "text", BOOL: true })[datatype] ?? 1;
+  return { inputs: tensors.map((tensor) => ({ ...tensor, data: Array(tensor.data).fill(one(tensor.datatype)) })) };
 }
 
-function describeText(text) {
-  const facts = [
-    ["waiting ", short(text.waiting, "", true)],
-    ["between tokens ", `${short(text.gap_p50_ms)} / ${short(text.gap_p99_ms, "ms")}`],
-    ["prompts ", `${short(text.prompt_tokens_per_s)} tokens/s`],
-  ];
-  if (text.kv_tokens) {
-    const share = Math.round((100 * text.kv_used_tokens) / text.kv_tokens);
-    facts.push(["KV cache ", `${share} % of ${short(text.kv_tokens, "", true)} tokens`]);
+class RequestPart {
+  constructor() {
+    this.element = make("section", "request");
+    this.told = "";
+    this.actions = make("div", "buttons");
+    this.body = make("textarea", "");
+    this.body.spellcheck = false;
+    this.body.setAttribute("aria-label", "Body of the request");
+    this.answer = make("pre", "");
+    this.answer.hidden = true;
+    this.controls = make("div", "buttons");
   }
-  return facts.map(([name, value]) => make("div", "", make("span", "dim", name), value));
-}
 
-// How many of the last ten seconds' requests went wrong: none, some, or most of them.
-function health(now) {
-  if (!now.errors_per_s) return "";
-  return now.errors_per_s >= now.requests_per_s / 2 ? "bad" : "wait";
-}
-
-function describeFailures(failures) {
-  const found = make("div", "failures", make("span", "dim", "last failures"));
-  for (const one of failures) {
-    const at = new Date(1000 * one.at).toLocaleTimeString();
-    const id = one.request_id ? [make("code", "", one.request_id)] : [];
-    found.append(make("div", "", make("span", "dim", `${at} `), make("span", "bad", `${one.status} `), ...id, ` ${one.message}`));
+  show(told) {
+    const facts = JSON.stringify([told.example, told.inputs, told.may_load, told.versions.some((one) => one.state === "AVAILABLE")]);
+    if (facts === this.told) return; // what somebody has written stays
+    this.told = facts;
+    this.path = told.example?.path ?? "";
+    this.method = told.example?.method ?? "POST";
+    const body = told.example ? (told.example.body ?? (told.example.api === "V2" ? makeBody(told.inputs) : null)) : null;
+    this.large = body === null ? "" : JSON.stringify(body);
+    const small = this.large.length <= 20000;
+    this.body.value = small ? (this.large.length < 400 ? this.large : JSON.stringify(body, null, 1)) : "";
+    this.body.hidden = !small || body === null;
+    const text = () => (this.body.hidden ? this.large : this.body.value);
+    const button = (label, title, act) => {
+      const found = make("button", "", label);
+      found.type = "button";
+      found.title = title;
+      found.addEventListener("click", () => act(found));
+      return found;
+    };
+    const parts = [];
+    if (told.example) {
+      parts.push(make("h3", "", "Try it: ", make("code", "", `${this.method} ${this.path}`), ` (${told.example.api})`));
+      if (body === null) parts.push(make("p", "dim", "Its values are too many for JSON, or of a type that JSON has no word for: send them as binary data."));
+      else {
+        if (!small) parts.push(make("p", "dim", `A body of ${short(this.large.length, "B")}, with ones for values.`));
+        this.actions.replaceChildren(
+          button("send", "Send it to this server", () => this.send(text())),
+          button("copy curl", "A command for a shell", (one) => copy(curlOf(this.method, this.path, text()), one)),
+          button("copy Python", "A script without any package", (one) => copy(pythonOf(this.method, this.path, text()), one)),
+          button("copy body", "The JSON alone", (one) => copy(text(), one)),
+        );
+        parts.push(this.body, this.actions);
+      }
+    }
+    if (told.may_load) {
+      const loaded = told.versions.some((one) => one.state === "AVAILABLE");
+      this.controls.replaceChildren(...controlButtons(told.model, loaded, (said) => this.say(said)));
+      parts.push(make("h3", "", "Load and unload"), this.controls);
+    }
+    this.element.replaceChildren(...parts, this.answer);
   }
-  return found;
+
+  say(text) {
+    this.answer.hidden = false;
+    this.answer.textContent = text;
+  }
+
+  async send(body) {
+    this.say("sent");
+    const began = performance.now();
+    try {
+      const reply = await ask(this.path, { method: this.method, body, headers: { "Content-Type": "application/json" }, signal: AbortSignal.timeout(120000) });
+      const text = await reply.text();
+      const took = short(performance.now() - began, "ms");
+      const id = reply.headers.get("x-request-id");
+      this.say(`${reply.status} ${reply.statusText} in ${took}${id ? `, request ${id}` : ""}\n${text.slice(0, 20000)}${text.length > 20000 ? " …" : ""}`);
+    } catch (error) {
+      this.say(`no answer: ${error.message ?? error}`);
+    }
+  }
 }
 
-function showModel(model) {
-  const series = plotted.get(model.model) ?? {};
-  const failing = health(model.now);
-  const state = model.ready ? pill(failing === "bad" ? "failing" : "ready", failing || "good") : pill("not ready", "bad");
-  const head = make("header", "", make("h3", "", model.model), state);
-  if (failing) head.append(make("span", failing, `${short(model.now.errors_per_s)} errors a second`));
-  if (!model.ready) head.append(make("span", "bad", model.reason));
-  if (model.failed && model.failed.reason !== model.reason) {
-    head.append(make("span", "bad", `a change failed to load since ${model.failed.since}: ${model.failed.reason}`));
+async function copy(text, button) {
+  const label = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "copied";
+  } catch (error) { // of an http page only localhost may
+    const area = make("textarea", "");
+    area.value = text;
+    button.after(area);
+    area.select();
+    button.textContent = document.execCommand("copy") ? "copied" : "cannot copy";
+    area.remove();
   }
-  const plots = model.text
-    ? [rates(model.now, series), ...[tokens, firsts, running].map((of) => of(model.text, series))]
-    : [rates, latencies, batches, queues].map((of) => of(model.now, series));
-  plots.push(failures(model.now, series));
-  const facts = [
-    ...model.versions.map(describeVersion),
-    ...(model.text ? describeText(model.text) : [describeSizes(model.batches), ...describeStages(model.stages)]),
-  ];
-  const found = make("article", `model ${model.ready ? failing : "bad"}`, head, make("div", "plots", ...plots), make("div", "facts", ...facts));
-  if (model.failures.length) found.append(describeFailures(model.failures));
-  found.id = `model-${model.model}`;
-  return found;
+  setTimeout(() => { button.textContent = label; }, 1500);
 }
+
+// Loads and unloads, where clients may (V2's model control) ---------------------------------------
+
+async function control(name, what, say) {
+  say(`${what} of ${name}: waiting`);
+  try {
+    const path = `/v2/repository/models/${encodeURIComponent(name)}/${what}`;
+    const reply = await ask(path, { method: "POST", body: "{}", headers: { "Content-Type": "application/json" }, signal: AbortSignal.timeout(600000) });
+    const text = await reply.text();
+    say(reply.ok ? `${what} of ${name}: done` : `${what} of ${name}: ${reply.status} ${text.slice(0, 2000)}`);
+  } catch (error) {
+    say(`${what} of ${name}: no answer: ${error.message ?? error}`);
+  }
+}
+
+function controlButtons(name, loaded, say) {
+  const load = make("button", "", loaded ? "load again" : "load");
+  const unload = make("button", "", "unload");
+  load.addEventListener("click", () => control(name, "load", say));
+  unload.addEventListener("click", () => {
+    if (unload.dataset.asked) {
+      delete unload.dataset.asked;
+      unload.textContent = "unload";
+      control(name, "unload", say);
+    } else { // its requests will fail: ask once
+      unload.dataset.asked = "1";
+      unload.textContent = "unload: sure?";
+      setTimeout(() => { delete unload.dataset.asked; unload.textContent = "unload"; }, 4000);
+    }
+  });
+  for (const one of [load, unload]) one.type = "button";
+  return loaded ? [load, unload] : [load];
+}
+
+async function showRepository() {
+  const say = (text) => setText(byId("repository-said"), text);
+  const box = byId("repository-box");
+  if (!box.open) box.showModal();
+  say("asking");
+  try {
+    const reply = await ask("/v2/repository/index", { method: "POST", body: "{}", headers: { "Content-Type": "application/json" } });
+    if (!reply.ok) throw new Error(`the server answered ${reply.status} ${(await reply.text()).slice(0, 500)}`);
+    const found = new Map();
+    for (const one of await reply.json()) {
+      const before = found.get(one.name);
+      if (!before || one.state === "READY") found.set(one.name, one);
+    }
+    say(`${found.size} models`);
+    const told = async (text) => {
+      await showRepository();
+      say(text);
+    };
+    const rows = [...found.values()].map((one) => make(
+      "tr", "", make("td", "", one.name), make("td", one.state === "READY" ? "good" : "dim", (one.state ?? "not loaded").toLowerCase()),
+      make("td", "dim", one.reason ?? ""),
+      make("td", "n", ...controlButtons(one.name, one.state === "READY", (text) => (text.endsWith("waiting") ? say(text) : told(text)))),
+    ));
+    byId("repository-list").replaceChildren(make("table", "", make("tbody", "", ...rows)));
+  } catch (error) {
+    say(String(error.message ?? error));
+  }
+}
+
+// The list ---------------------------------------------------------------------------------------
 
 function showModels(numbers) {
-  const models = numbers.models.map(showModel);
-  byId("models").replaceChildren(...(models.length ? models : [make("p", "dim", "No model is loaded.")]));
+  const there = new Set();
+  for (const row of numbers.models) {
+    there.add(row.model);
+    let model = models.get(row.model);
+    if (!model) {
+      model = new ModelRow(row.model);
+      models.set(row.model, model);
+      sortedAt = 0;
+    }
+    model.show(row, numbers);
+  }
+  for (const [name, model] of models) {
+    if (!there.has(name)) {
+      model.element.remove();
+      models.delete(name);
+    }
+  }
+  byId("repository").hidden = !numbers.may_load;
+  arrange(false);
 }
 
-function meter(share) {
-  const inner = make("i");
-  inner.style.width = `${Math.min(100, 100 * share).toFixed(1)}%`;
-  return make("div", "meter", inner);
+// Put rows in order, not more often than every ten seconds, nor under somebody's pointer or keys.
+function arrange(now) {
+  const list = byId("models");
+  const busy = list.matches(":hover") || list.contains(document.activeElement) || [...models.values()].some((one) => one.details);
+  if (now || sortedAt === 0 || (!busy && Date.now() - sortedAt > RESORT_MS)) {
+    const sign = view.rising ? 1 : -1;
+    const byName = (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true });
+    const byValue = (a, b) => sign * (a.sortValue() - b.sortValue()) || byName(a, b);
+    const order = [...models.values()].sort(view.sort === "model" ? (a, b) => sign * -byName(a, b) : byValue);
+    order.forEach((model, at) => {
+      if (list.children[at] !== model.element) list.insertBefore(model.element, list.children[at] ?? null);
+    });
+    sortedAt = Date.now();
+  }
+  filter();
 }
 
-function showDevices(numbers) {
-  const cards = numbers.devices.map((device) => {
-    const share = device.memory_total_bytes ? device.memory_used_bytes / device.memory_total_bytes : 0;
-    return make(
-      "div", "card", make("h3", "", device.name),
-      device.utilization === null ? "busy: not told" : `busy ${Math.round(100 * device.utilization)} %`,
-      meter(device.utilization),
-      `memory ${short(device.memory_used_bytes, "B")} of ${short(device.memory_total_bytes, "B")}`, meter(share),
-    );
-  });
-  byId("devices").replaceChildren(...cards);
+function filter() {
+  const terms = view.search.toLowerCase().split(/\s+/).filter(Boolean);
+  const troubled = [...models.values()].filter((one) => one.row.trouble).length;
+  let shown = 0;
+  for (const model of models.values()) {
+    const name = model.name.toLowerCase();
+    const fits = terms.every((term) => name.includes(term)) && (!view.trouble || Boolean(model.row.trouble || model.details));
+    model.element.hidden = !fits;
+    shown += fits;
+  }
+  const all = models.size;
+  setText(byId("count"), shown === all ? String(all) : `${shown} of ${all}`);
+  setText(byId("trouble").querySelector("b"), String(troubled));
+  byId("trouble").classList.toggle("any", troubled > 0);
+  byId("trouble").setAttribute("aria-pressed", String(view.trouble));
+  byId("heads").hidden = !shown;
+  byId("nothing").hidden = shown > 0;
+  setText(byId("nothing"), !all ? "No model is loaded." : view.trouble && !terms.length ? "No model is in trouble." : "No model has such a name.");
+  document.title = troubled ? `(${troubled}) fastserve` : "fastserve";
 }
 
-const KINDS = { status: "answered with", reject: "turned away", cancel: "client left", wire: "refused at the door" };
+function showOrder() {
+  for (const button of byId("heads").querySelectorAll("button")) {
+    const chosen = button.dataset.sort === view.sort;
+    if (chosen) button.setAttribute("aria-sort", (view.sort === "model") !== view.rising ? "ascending" : "descending");
+    else button.removeAttribute("aria-sort");
+  }
+}
 
-function showCauses(numbers) {
-  const rows = numbers.causes.map((one) => make(
-    "tr", "",
-    make("td", "", KINDS[one.kind] ?? one.kind), make("td", "", one.model || "–"), make("td", "", one.cause),
-    make("td", "n", one.per_s ? `${short(one.per_s)} /s` : "–"), make("td", "n", short(one.total, "", true)),
-  ));
-  byId("causes").tBodies[0].replaceChildren(...rows);
-  byId("causes").hidden = rows.length === 0;
-  byId("no-causes").hidden = rows.length > 0;
+// Unfolded models stand in the address, so that a page can be sent to somebody.
+function rememberOpen() {
+  const open = [...models.values()].filter((one) => one.details).map((one) => encodeURIComponent(one.name));
+  history.replaceState(null, "", open.length ? `#${open.join("&")}` : location.pathname + location.search);
+}
+
+function unfoldRemembered() {
+  for (const part of location.hash.slice(1).split("&").filter(Boolean)) {
+    let name;
+    try {
+      name = decodeURIComponent(part);
+    } catch (error) { // an address that somebody cut off
+      continue;
+    }
+    models.get(name)?.toggle(true);
+  }
 }
 
 // Asking -----------------------------------------------------------------------------------------
 
-// Behind one port there may be several processes, each with a history that is a little off the others', and
-// a server that began again begins its points anew: then everything is asked for once more.
+// Behind one port there may be several processes, each with a history of its own, and a server that began again
+// begins its points anew: then everything is asked for once more.
 function take(numbers) {
-  const begunAt = Math.round(numbers.at - numbers.up_s);
-  if (startedAt !== null && Math.abs(begunAt - startedAt) > 2) {
-    plotted.clear();
-    after = 0;
-    startedAt = null;
+  if (known && numbers.history !== known) {
+    known = "";
+    server.next = 0;
+    server.series = {};
+    for (const model of models.values()) model.points = new Points();
     return false;
   }
-  startedAt = begunAt;
-  after = numbers.next_point;
+  if (numbers.next_point !== server.next || !known) movedAt = Date.now();
+  const first = known === "";
+  known = numbers.history;
   interval = numbers.interval_s;
-  keep("", numbers.points);
-  numbers.models.forEach((model) => keep(model.model, model.points));
+  server.add(numbers.points, numbers.first_point, numbers.next_point);
+  answered = numbers;
+  answeredAt = Date.now();
+  fault = "";
+  showServer(numbers);
+  showTiles(numbers);
+  showModels(numbers);
+  showDevices(numbers);
+  showCauses(numbers);
+  if (first) unfoldRemembered();
+  for (const model of models.values()) model.details?.refresh();
   return true;
 }
 
 async function refresh() {
-  let wait = 2000;
+  let wait = 1000 * interval;
   try {
-    const reply = await fetch(`/console/numbers?after=${after}`, { cache: "no-store" });
-    if (!reply.ok) throw new Error(`the server answered ${reply.status}`);
-    const numbers = await reply.json();
-    wait = take(numbers) ? 1000 * numbers.interval_s : 0;
-    if (wait) [showServer, showTiles, showModels, showDevices, showCauses].forEach((show) => show(numbers));
-  } catch (fault) {
-    byId("state").textContent = "no answer";
-    byId("state").className = "pill lost";
-    byId("reason").textContent = String(fault.message ?? fault);
+    if (!take(await askJson(`/console/rows?after=${server.next}`))) wait = 0;
+  } catch (error) {
+    fault = String(error.message ?? error);
   }
-  setTimeout(refresh, wait);
+  showStale();
+  timer = setTimeout(refresh, wait);
 }
 
+let timer = 0;
+
+// Figures that are old look old.
+function showStale() {
+  const late = 1000 * (3 * interval + 1);
+  const [silent, still] = [Date.now() - answeredAt, Date.now() - movedAt];
+  const stale = answered !== null && (silent > late || still > 2 * late);
+  document.body.classList.toggle("stale", stale);
+  byId("stale").hidden = !stale;
+  if (stale) {
+    const why = silent > late ? `No answer for ${lasting(silent / 1000)}${fault ? ` (${fault})` : ""}` : `No new sample for ${lasting(still / 1000)}: the server is too busy`;
+    setText(byId("stale"), `${why}. These figures are of ${clock(answered.at)}.`);
+  }
+  if (fault && (stale || !answered)) {
+    setText(byId("state"), "no answer");
+    byId("state").className = "pill warn";
+    setText(byId("reason"), answered ? "" : fault);
+  }
+}
+
+setInterval(showStale, 1000);
+
+document.addEventListener("visibilitychange", () => { // a page that nobody sees asks nothing
+  clearTimeout(timer);
+  if (!document.hidden) refresh();
+});
+
+// Choices and keys -------------------------------------------------------------------------------
+
+function remember(name, value) {
+  try {
+    localStorage.setItem(`fastserve.${name}`, value);
+  } catch (error) { /* a browser that keeps nothing: the choice holds for this page */ }
+}
+
+function remembered(name) {
+  try {
+    return localStorage.getItem(`fastserve.${name}`);
+  } catch (error) {
+    return null;
+  }
+}
+
+function setMinutes(minutes) {
+  view.minutes = minutes;
+  remember("minutes", minutes);
+  for (const one of [2, 10]) byId(`minutes-${one}`).setAttribute("aria-pressed", String(one === minutes));
+  if (!answered) return;
+  showTiles(answered);
+  const nothingNew = { ...answered, first_point: server.next, next_point: server.next };
+  for (const model of models.values()) {
+    model.show({ ...model.row, points: Object.fromEntries(Object.keys(model.points.series).map((name) => [name, []])) }, nothingNew);
+    model.details?.refresh();
+  }
+}
+
+const THEMES = ["auto", "light", "dark"];
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  setText(byId("theme"), theme);
+  remember("theme", theme);
+}
+
+function setTrouble(on) {
+  view.trouble = on;
+  filter();
+}
+
+function setSort(sort) {
+  view.rising = view.sort === sort ? !view.rising : false;
+  view.sort = sort;
+  showOrder();
+  arrange(true);
+}
+
+function step(by) {
+  const rows = [...byId("models").querySelectorAll(".model:not([hidden]) > .row")];
+  const at = rows.findIndex((row) => row.parentElement.contains(document.activeElement));
+  const next = rows[Math.min(Math.max(at < 0 ? (by > 0 ? 0 : rows.length - 1) : at + by, 0), rows.length - 1)];
+  next?.focus();
+  next?.scrollIntoView({ block: "nearest" });
+}
+
+function escape() {
+  if (view.search) {
+    byId("search").value = view.search = "";
+    filter();
+  } else for (const model of models.values()) model.toggle(false);
+  if (document.activeElement === byId("search")) byId("search").blur();
+}
+
+const KEYS = {
+  "/": () => byId("search").focus(),
+  j: () => step(1),
+  k: () => step(-1),
+  t: () => setTrouble(!view.trouble),
+  w: () => setMinutes(view.minutes === 10 ? 2 : 10),
+  d: () => setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]),
+  "?": () => byId("help-box").showModal(),
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.altKey || event.metaKey || document.querySelector("dialog[open]")) return;
+  if (event.key === "Escape") return escape();
+  if (event.target.matches("input, textarea")) {
+    if (event.target === byId("search") && (event.key === "Enter" || event.key === "ArrowDown")) {
+      event.preventDefault(); // else the same key unfolds the model that it has come to
+      step(1);
+    }
+    return;
+  }
+  const act = KEYS[event.key];
+  if (act) {
+    event.preventDefault();
+    act();
+  }
+});
+
+byId("search").addEventListener("input", (event) => {
+  view.search = event.target.value;
+  filter();
+});
+byId("trouble").addEventListener("click", () => setTrouble(!view.trouble));
+byId("minutes-2").addEventListener("click", () => setMinutes(2));
+byId("minutes-10").addEventListener("click", () => setMinutes(10));
+byId("theme").addEventListener("click", KEYS.d);
+byId("help").addEventListener("click", KEYS["?"]);
+byId("repository").addEventListener("click", showRepository);
+for (const button of byId("heads").querySelectorAll("button")) button.addEventListener("click", () => setSort(button.dataset.sort));
+for (const button of document.querySelectorAll("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
+
+setTheme(THEMES.includes(remembered("theme")) ? remembered("theme") : "auto");
+setMinutes(remembered("minutes") === "2" ? 2 : 10);
+showOrder();
 refresh();
