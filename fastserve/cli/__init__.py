@@ -14,6 +14,7 @@ import click
 COMMANDS = {
     "serve": "Serve a model repository (or the built-in demo).",
     "run": "Serve the models of a script.",
+    "new": "Write a folder to start from.",
     "models": "List the models of a running server.",
     "check": "Explain what would be served from a folder, and why not.",
     "infer": "Send one request to a running server and print the answer.",
@@ -84,6 +85,7 @@ def main() -> None:
     \b
     fastserve serve demo                        start a server with three small models
     fastserve run app.py                        start one with the functions of a script
+    fastserve new hello                         write a folder to start from
     fastserve models                            what it serves
     fastserve infer half_plus_two "[1, 2, 5]"   ask it
     fastserve generate "LAWYER, n." --stream    have it write

@@ -45,7 +45,7 @@ def test_unknown_command() -> None:
     result = run("infre")
     assert result.exit_code == 2
     assert "No such command 'infre'; did you mean infer?" in result.output
-    assert "there are serve, run, models, check" in run("frobnicate").output
+    assert "there are serve, run, new, models, check" in run("frobnicate").output
 
 
 def test_infer_prints_a_line_per_row(url: str) -> None:
