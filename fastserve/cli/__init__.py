@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMMANDS = {
     "serve": "Serve a model repository (or the built-in demo).",
@@ -20,6 +24,7 @@ COMMANDS = {
     "infer": "Send one request to a running server and print the answer.",
     "generate": "Generate text with a model, from a running server or a folder.",
     "bench": "Put a running server under load and show latencies.",
+    "completion": "Print a script that completes commands in a shell.",
     "grps": "Serve a grps deployment.",
     "mindie": "Serve by MindIE's config.json.",
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
@@ -54,6 +59,15 @@ class LazyGroup(click.Group):
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
             raise click.UsageError(f"No such command {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands and flags that begin so, without importing a command."""
+        from click.shell_completion import CompletionItem
+
+        named = [
+            CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from fastserve.cli.completion import complete_models
 from fastserve.cli.serve import NO_FLAG, ServeCommand, config_option, make_option, read_flags, show_all
 from fastserve.errors import ConfigError
 from fastserve.settings import Settings, list_fields, load_settings
@@ -24,7 +25,7 @@ ALWAYS_SHOWN = ("repository", "http", "grpc")
 
 
 @click.command(cls=ServeCommand, short_help="Explain what would be served from a folder.")
-@click.argument("repository", metavar="[DIR|demo]", required=False)
+@click.argument("repository", metavar="[DIR|demo]", required=False, shell_complete=complete_models)
 @config_option()
 @click.option("--load/--no-load", default=True, help="Load the models, or only look at their files.")
 @click.option("--all", "show_every", is_flag=True, help="Show settings that have their defaults too.")

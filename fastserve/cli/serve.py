@@ -9,14 +9,18 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from fastserve.cli.completion import complete_models, complete_values
 from fastserve.errors import ConfigError
 from fastserve.settings import ConfigField, Settings, list_fields, load_settings
 from fastserve.settings.sources import CONFIG_VARIABLE, read_environment, variable_of
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # Path of a setting -> how the flag is written; the rest are derived from the field's path.
 NAMED: dict[str, dict[str, Any]] = {
@@ -73,6 +77,8 @@ def make_option(field: ConfigField) -> click.Option:
         named["is_flag"], flags = True, [f"{flags[0]}/--no-{flags[0][2:]}"]
     else:
         named.setdefault("metavar", "VALUE")
+    if field.kind is not bool:
+        named["shell_complete"] = complete_values(field)
     hidden = field.path not in COMMON
     option = SettingOption([*flags, field.path.replace(".", "__")], default=None, hidden=hidden, **named)
     option.setting = field
@@ -95,6 +101,26 @@ class ServeCommand(click.Command):
                 where = "listeners are given as --listen HOST:PORT, or --http HOST:PORT and --grpc HOST:PORT"
                 raise click.UsageError(f"No such option {fault.option_name}; {where}", ctx) from None
             raise
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the flags that begin so; rare ones too where more than their dashes are given."""
+        from click.shell_completion import CompletionItem
+
+        flags = {
+            flag: option
+            for option in self.params
+            if isinstance(option, SettingOption)
+            for flag in (*option.opts, *option.secondary_opts)
+        }
+        found = super().shell_complete(ctx, incomplete)
+        if incomplete.strip("-"):
+            found += [
+                CompletionItem(f) for f, one in flags.items() if one.hidden and f.startswith(incomplete)
+            ]
+        for item in found:
+            if item.value in flags:
+                item.help = flags[item.value].setting.help
+        return found
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_paragraph()
@@ -121,7 +147,7 @@ def config_option(help: str = "Settings in YAML.") -> Callable[[Callable[..., An
 
 
 @click.command(cls=ServeCommand, short_help="Serve a model repository.")
-@click.argument("repository", metavar="[DIR|FILE|demo]", required=False)
+@click.argument("repository", metavar="[DIR|FILE|demo]", required=False, shell_complete=complete_models)
 @click.option("--name", metavar="NAME", default="", help="What clients call the model of one FILE or folder.")
 @click.option(
     "--allow-pickle", is_flag=True, help="Open a FILE that is a pickle, which runs its author's code."
