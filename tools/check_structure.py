@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHORT_LINES = 80
 CYCLE_FILES = 3
 MAX_FILES = 338  # these two are lowered with the figures, and raised with a reason in the commit
-MAX_LINES = 73_800
+MAX_LINES = 74_500
 MAX_SHORT_FILES = 25
 MAX_RELATIVE = 5
 

@@ -113,7 +113,7 @@ fastserve serve models
 curl http://127.0.0.1:8000/v1/models/{name}:predict -d '{{"instances": [[1, 2, 3, 4]]}}'
 ```
 
-`pip install -r requirements.txt` before, `pytest` for the test. A version `2` beside `1` is served when it comes.
+`pip install -r requirements.txt` before, `pytest` for the test. A version `2` beside `1` is served too.
 """,
 }
 KINDS = {"app": APP, "python": PYTHON}
