@@ -64,7 +64,7 @@ class SignatureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named way into the model."""
 
     method: Literal["predict", "classify", "regress"] = "predict"
-    """What it answers."""
+    """The TensorFlow Serving API that this signature answers."""
     inputs: dict[Name, Name] | None = None
     """Name clients use -> input of the model; null for all."""
     outputs: dict[Name, Name] | None = None
@@ -88,7 +88,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The fields of model.yaml."""
 
     backend: Annotated[str, Meta(extra={"allowed": NAMES})]
-    """What runs the model; workers must be able to import a class of your own."""
+    """The code that runs the model; workers must be able to import a class of your own."""
     inputs: dict[Name, TensorConfig] = {}
     """Inputs by name; onnx models may leave them out."""
     outputs: dict[Name, TensorConfig] = {}
@@ -117,7 +117,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_request_rows: Annotated[int, Meta(ge=0)] = 0
     """Most rows of a request that is split; 0: as many as fill 10000 batches."""
     mixed_shapes: Literal["group", "pad", "error"] = "group"
-    """Rows of different shapes: batched apart, padded to the largest, or refused."""
+    """Rows of different shapes: batched separately, padded to the largest, or refused."""
     version_policy: VersionPolicy = DEFAULT_POLICY
     """{latest: N}, all, or {specific: [N, ...]}."""
     labels: dict[Name, VersionNumber] = {}
@@ -197,7 +197,7 @@ class ModelConfig(NativeConfig, frozen=True, forbid_unknown_fields=True, kw_only
     """The fields of a native model, and those only a config.pbtxt leads to (`triton_config`)."""
 
     options: Options = Options()
-    """What it asks for beyond its tensors."""
+    """Options of the model beyond its tensors."""
     places: list[Placement] = []
     """Where each of its workers computes; none: all on the CPU."""
     triton: dict[str, Any] | None = None

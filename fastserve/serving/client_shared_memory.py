@@ -252,7 +252,7 @@ LENGTH_BYTES, PIECE_BYTES = 4, 1 << 20  # of a string; of strings that are looke
 
 LARGE_BYTES = 8 << 20
 
-"""Of inputs in regions, from here on: 7 ms of copying. They are read apart from the event loop."""
+"""Of inputs in regions, from here on: 7 ms of copying. They are read in a thread."""
 
 _KINDS = {"system": "system", "cuda": "CUDA"}
 

@@ -162,8 +162,8 @@ class DialectSpec(Generic[Options]):
     health_names: tuple[str, ...] = ()
     """Further names of its services in grpc.health.v1."""
     exposes: Callable[[Settings], Sequence[str]] = lambda settings: ()
-    """What these settings let whoever reaches it do beside asking models, such as "load and unload models".
-    Said loudly at the start where anybody may."""
+    """Actions beside requests to models that these settings allow to any client, such as "load models".
+    The start-up banner warns of them where the listener is open to anybody."""
     recorded: Callable[[Settings, Version], Iterable[Recorded]] = lambda settings, version: ()
     """Requests in its form that a version brings, to be run before it is available; whether a listener speaks
     it or not. Taken one by one, in a thread; raises ServeError, ConfigError, there or on the way."""

@@ -29,7 +29,7 @@ class GrpsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The grps dialect. Where its two original servers differ, each may be had."""
 
     default_model: str = ""
-    """What calls that name no model run; empty: the deployment's dag, or the only model."""
+    """Model of calls that name none; empty: the deployment's dag, or the only model."""
     timeout_ms: Annotated[int, Meta(ge=0)] = 0
     """Milliseconds a predict may take; 0 for no limit, as in the original."""
     start_online: bool = False
@@ -49,7 +49,7 @@ class GrpsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ndarray_of_several: Literal["error", "first"] = "error"
     """return-ndarray with several output tensors: C++ server, Python server."""
     server_metadata_first: Literal["inference", "server"] = "inference"
-    """Which file the server's metadata begin with: Python server, C++ server."""
+    """First file of the server's metadata: Python server, C++ server."""
     empty_str_data: Literal["accept", "reject"] = "accept"
     """A request of "str_data": "": C++ server, Python server."""
     strict_content_type: bool = False

@@ -221,7 +221,7 @@ class TorchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     weights: str = ""
     """State dict in a version's folder for the module of a model.py."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What floating-point weights and inputs are turned into; auto: left as they are."""
+    """Type that floating-point weights and inputs are converted to; auto: left as they are."""
     autocast: Literal["off", "bfloat16", "float16"] = "off"
     """Type that torch.autocast computes in where that loses little."""
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"

@@ -229,7 +229,7 @@ class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Changes that clients may make, beside loads and unloads under explicit control."""
 
     file_overrides: bool = False
-    """A load may bring a model's files: whoever may load then runs code here."""
+    """A load may bring a model's files: a client that may load then runs code here."""
     log_settings: bool = False
     """Clients may change what is logged: POST /v2/logging, LogSettings."""
     reload_config: bool = False
@@ -253,7 +253,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model whose folder is named outright, as TensorFlow Serving's model_config_list does."""
 
     name: ModelName
-    """What clients call it."""
+    """Name of the model, for clients."""
     base_path: str
     """The folder that holds the model's version folders, or a text model's own."""
     version_policy: VersionPolicy | None = None

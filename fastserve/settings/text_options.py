@@ -54,9 +54,9 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ageing_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds after which a waiting request counts as one priority higher; 0: never."""
     runtime: Literal["auto", "torch", "numpy"] = "auto"
-    """What computes it; auto: torch where it is installed, else numpy where that can."""
+    """Library that computes the model; auto: torch where it is installed, else numpy where that can."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What it computes in; auto: float32 on a CPU, the weights' own on a GPU."""
+    """Type that the model computes in; auto: float32 on a CPU, the weights' own on a GPU."""
     tokenizer: Literal["folder", "words", ""] = "folder"
     """tokenizer.json of the folder, one token a word, or none: the engine takes text."""
     pooling: Literal["", "mean", "last", "cls"] = ""
@@ -99,7 +99,7 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generated_token_ids: bool = False
     """Token ids in the details of /infer, as MindIE's newer."""
     stream_errors: Literal["event", "raw"] = "event"
-    """What goes wrong in a stream of MindIE's: an event, or its bare words as there."""
+    """Form of errors in a stream of MindIE's: an event, or the bare text as there."""
     truncate: bool = False
     """Prompts that are too long lose their beginning (truncation)."""
     max_images: Annotated[int, Meta(ge=0, le=20)] = 1
@@ -109,24 +109,24 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_urls: bool = False
     """Fetch images that requests name by http(s) URLs."""
     image_urls_private: bool = False
-    """Those of private networks and of this machine too."""
+    """Fetch images from private networks and from this machine too."""
     image_mb: Annotated[int, Meta(ge=1, le=100)] = 20
     """MiB of one image."""
     keepalive_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds without a token after which a stream has a comment; 0: none."""
     stop_service: bool = False
-    """Whoever reaches GET /stopService may stop the server."""
+    """Let any client stop the server by GET /stopService."""
     any_model: bool | None = None
     """Whether a body's `model` that nobody serves means default_model, or the only one that can do it
     (OpenAI's API; clients send made-up ones). null: where there is one, and openai_flavor is openai."""
     openai_flavor: Literal["openai", "mindie"] = "openai"
-    """Whose shape OpenAI's API has where the two differ: errors, lists of models, the last piece of a
+    """Original that OpenAI's API follows where the two differ: errors, lists of models, the last piece of a
     chat."""
     max_stops: Annotated[int, Meta(ge=1, le=64)] = 4
     """Stop strings of a request (TGI's, OpenAI's and vLLM's)."""
     max_best_of: Annotated[int, Meta(ge=1, le=128)] = 4
     """Sequences a request of TGI's may start (best_of)."""
     metrics: Literal["server", "mindie"] = "server"
-    """What /metrics has on listeners that speak this: the server's names or MindIE's."""
+    """Names in /metrics on listeners that speak this: the server's or MindIE's."""
     tgi_flavor: Literal["tgi", "mindie"] = "tgi"
-    """Whose shape /, /generate, /generate_stream and /info have where the two differ."""
+    """Original that /, /generate, /generate_stream and /info follow where the two differ."""

@@ -254,7 +254,7 @@ class CompletionTask:
     sampling: Sampling
     choices: int = 1
     candidates: int = 1
-    """Sequences of which the best `choices` are told (best_of)."""
+    """Sequences of which the best `choices` are returned (best_of)."""
     stop: list[str] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     """The prompts of a completion."""
