@@ -6,6 +6,8 @@
     GET /console/rows[?after=N]         the server, and a row for each model: what an open page asks for
     GET /console/model?name=M[&after=N] one model whole
 
+    &history=H                          of both: N is a number of this history
+
 The page loads nothing from other servers: its content security policy forbids it. It is shown where metrics
 are (`allow_metrics`). Replies about all models are made in slices of the event loop's time; those of rows
 once between two samples, for all pages that are open.
@@ -88,7 +90,7 @@ class SharedReplies:
         history = self._history
         if history.samples != self._samples:
             self._made, self._samples = {}, history.samples
-        first = after if history.seen - NEAR <= after <= history.seen else 0
+        first = find_first(after, history.seen)
         task = self._made.get(first)
         if task is None:
             task = self._made[first] = asyncio.ensure_future(last_of(self._reader.rows(first)))
@@ -151,15 +153,22 @@ class Console(Dialect):
     async def show_rows(self, call: Call) -> None:
         after = read_after(call)
         if after is not None:
-            call.reply(200, await self._rows.ask(after), headers=HEADERS)
+            call.reply(200, await self._rows.ask(self._translate(call, after)), headers=HEADERS)
 
     def show_model(self, call: Call) -> None:
         after, name = read_after(call), unquote_plus(read_field(call, "name"))
-        found = None if after is None else self._reader.details(name, after)
+        first = None if after is None else find_first(self._translate(call, after), self._history.seen)
+        found = None if first is None else self._reader.details(name, first)
         if found is not None:
             call.reply(200, msgspec.json.encode(found), headers=HEADERS)
         elif after is not None:
             call.reply(404, b'{"error":"name: a model that is known here is wanted"}', headers=HEADERS)
+
+    def _translate(self, call: Call, after: int) -> int:
+        """Return the number of the first point for a call that has one of its own, or of another front's
+        history: a page follows several, and then wants the last points."""
+        history = read_field(call, "history")
+        return max(self._history.seen - NEAR, 0) if history not in ("", self._reader.name) else after
 
     def _shower(self, path: str) -> Endpoint:
         return lambda call: call.reply(200, self._read(path), _FILES[path][1], HEADERS)
@@ -183,6 +192,11 @@ class Console(Dialect):
             self._handles["step"] = asyncio.get_running_loop().call_soon(self._step)
         else:
             self._steps = None
+
+
+def find_first(after: int, seen: int) -> int:
+    """Return the number of the first point that a page gets: all, where it is new or far behind."""
+    return after if seen - NEAR <= after <= seen else 0
 
 
 def read_field(call: Call, name: str) -> str:

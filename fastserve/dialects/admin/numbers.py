@@ -115,6 +115,7 @@ class ModelDetails(ModelNumbers, kw_only=True):
     load and unload models."""
 
     history: str
+    first_point: int
     next_point: int
     at: float
     causes: list[Cause]
@@ -195,7 +196,7 @@ class NumbersReader:
         self._views = ModelViews(self._catalog)
         self._machine = MachineUsage()
         self._begun_ns = time.monotonic_ns()
-        self._name = secrets.token_hex(4)
+        self.name = secrets.token_hex(4)
 
     def numbers(self, after: int) -> Iterator[bytes]:
         """Yield the models one by one, and last the whole reply, with the points from number `after` on."""
@@ -214,7 +215,7 @@ class NumbersReader:
         server = msgspec.structs.asdict(self._server(after, until, models))
         may_load = self._repository.explicit
         yield msgspec.json.encode(
-            RowsNumbers(**server, history=self._name, first_point=after, may_load=may_load)
+            RowsNumbers(**server, history=self.name, first_point=after, may_load=may_load)
         )
 
     def details(self, name: str, after: int) -> ModelDetails | None:
@@ -227,7 +228,8 @@ class NumbersReader:
         view = self._views.of(model.latest) if model is not None and model.latest is not None else None
         return ModelDetails(
             **numbers,
-            history=self._name,
+            history=self.name,
+            first_point=after,
             next_point=until,
             at=time.time(),
             causes=[cause for cause in self._read_causes() if cause.model == name][:CAUSES_MAX],

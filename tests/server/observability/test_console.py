@@ -13,6 +13,7 @@ import pytest
 
 from fastserve.dialects.admin import console
 from fastserve.dialects.admin import numbers as numbers_module
+from fastserve.dialects.admin.console import NEAR
 from tests import chromium
 from tests.certificates import issue
 from tests.chromium import Chromium
@@ -176,6 +177,13 @@ def test_details_are_of_one_model_and_its_example_is_answered(tmp_path: Path) ->
             for query in ("?name=nobody", "", "?name=%FF", "?name=" + "a" * 5000):
                 assert (await client.get(f"/console/model{query}"))[0] == 404
             assert (await client.get("/console/model?name=twice&after=x"))[0] == 400
+            seen = found["next_point"]
+            for target in ("model?name=twice&", "rows?"):
+                for query, first in (("after=0", 0), ("after=0&history=other", max(seen - NEAR, 0))):
+                    told = json.loads((await client.get(f"/console/{target}{query}"))[1])
+                    assert first <= told["first_point"] <= max(told["next_point"] - NEAR, 0) or not first
+                own = f"after={told['next_point']}&history={told['history']}"
+                assert json.loads((await client.get(f"/console/{target}{own}"))[1])["first_point"] >= seen
 
     run(main())
 
@@ -210,6 +218,7 @@ def test_a_browser_shows_models_by_traffic_with_what_failed(tmp_path: Path) -> N
             asking = asyncio.ensure_future(ask_on(served))
             async with shown(served, tmp_path / "profile") as page:
                 await see_rows(page)
+                await follow_another_process(page)
                 await see_details(page)
                 await use_keys(page)
             asking.cancel()
@@ -241,6 +250,20 @@ async def see_rows(page: Chromium) -> None:
     assert await page.value("document.querySelector('#trouble b').textContent") == "1"
     assert "M" in await page.value("document.querySelector('#model-twice path.line').getAttribute('d')")
     assert await page.value("document.querySelector('#model-twice .latency').title.startsWith('half of the')")
+
+
+async def follow_another_process(page: Chromium) -> None:
+    """Points of a history that numbers them otherwise follow those there are."""
+    begin = "const points = new Points(); points.add({a: [1, 2, 3]}, 0, 3);"
+    for fresh, told, wanted in (
+        (1, [2, 3, 4], [1, 2, 3, 4]),
+        (0, [2, 3], [1, 2, 3]),
+        (3, [4, 5, 6], [1, 2, 3, 4, 5, 6]),
+    ):
+        change = (
+            f"points.renumber(70, {len(told)}, {fresh}); points.add({{a: {told}}}, 70, {70 + len(told)});"
+        )
+        assert await page.value(f"(() => {{ {begin} {change} return points.last('a', 9) }})()") == wanted
 
 
 async def see_details(page: Chromium) -> None:

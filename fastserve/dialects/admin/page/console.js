@@ -231,6 +231,7 @@ class Details {
   constructor(name) {
     this.name = name;
     this.history = "";
+    this.at = 0;
     this.points = new Points();
     this.plots = make("section", "plots");
     this.parts = Object.fromEntries(["stages", "failures", "versions", "text", "tensors", "batches", "causes"].map((part) => [part, make("section", part)]));
@@ -240,20 +241,20 @@ class Details {
   }
 
   async refresh() {
-    const after = this.points.next;
     let told;
     try {
-      told = await askJson(`/console/model?name=${encodeURIComponent(this.name)}&after=${after}`);
+      const since = `after=${this.points.next}&history=${this.history}`;
+      told = await askJson(`/console/model?name=${encodeURIComponent(this.name)}&${since}`);
     } catch (error) {
       return; // the list says that the server does not answer
     }
-    if (this.history && this.history !== told.history) { // another front process answered, or a new server
+    if (!follow([this.points], this.history, this.at, told)) {
       this.history = "";
       this.points = new Points();
-      if (after) return this.refresh();
+      return this.refresh();
     }
-    this.history = told.history;
-    this.points.add(told.points, Math.min(after, told.next_point), told.next_point);
+    [this.history, this.at] = [told.history, told.at];
+    this.points.add(told.points, told.first_point, told.next_point);
     this.show(told);
   }
 
@@ -653,14 +654,22 @@ function unfoldRemembered() {
 
 // Asking -----------------------------------------------------------------------------------------
 
-// Behind one port there may be several processes, each with a history of its own, and a server that began again
-// begins its points anew: then everything is asked for once more.
+// Behind one port there may be several processes, each with a history of its own of the same counters; a server
+// that began again has a new one. They are asked for the last points, which follow those there are, unless it is
+// too long ago: then for all.
+function follow(all, before, at, told) {
+  if (!before || before === told.history) return true;
+  const [count, fresh] = [told.next_point - told.first_point, Math.round((told.at - at) / interval)];
+  if (fresh > Math.max(count, 1)) return false;
+  for (const points of all) points.renumber(told.first_point, count, fresh);
+  return true;
+}
+
 function take(numbers) {
-  if (known && numbers.history !== known) {
+  const all = [server, ...[...models.values()].map((model) => model.points)];
+  if (!follow(all, known, answered?.at ?? 0, numbers)) {
     known = "";
-    server.next = 0;
-    server.series = {};
-    for (const model of models.values()) model.points = new Points();
+    for (const points of all) Object.assign(points, new Points());
     return false;
   }
   if (numbers.next_point !== server.next || !known) movedAt = Date.now();
@@ -684,7 +693,7 @@ function take(numbers) {
 async function refresh() {
   let wait = 1000 * interval;
   try {
-    if (!take(await askJson(`/console/rows?after=${server.next}`))) wait = 0;
+    if (!take(await askJson(`/console/rows?after=${server.next}&history=${known}`))) wait = 0;
   } catch (error) {
     fault = String(error.message ?? error);
   }

@@ -71,6 +71,12 @@ class Points {
     this.next = next;
   }
 
+  // Number the points as another process does, which has `count` points from `first` on of which `fresh` are new.
+  // It counts the same, so the old ones stay.
+  renumber(first, count, fresh) {
+    this.next = first + count - Math.min(fresh, count);
+  }
+
   last(name, count) {
     return (this.series[name] ?? []).slice(-count);
   }
