@@ -115,7 +115,7 @@ class ArrayFastPath:
     @classmethod
     def open(cls, service: DialectService, version: Version, refuse: Refused) -> ArrayFastPath | None:
         """Open the fast path of a version; None for one whose rows have no fixed size, or several members."""
-        if version.config.backend != "script" or not len(version.inputs) == len(version.outputs) == 1:
+        if not len(version.inputs) == len(version.outputs) == 1:
             return None
         sides = (*version.inputs.values(), *version.outputs.values())
         if not version.batching or not all(one.row_bytes for one in sides):

@@ -115,11 +115,11 @@ class AppEndpoint:
         return ArrayFastPath.open(self.service, version, self.refused)
 
     def _answer(self, call: Call, version: Version | None) -> Coroutine[Any, Any, None]:
-        if version is not None and version.config.backend == "script_stream":
+        if version is None or version.config.backend == "script_json":
+            return answer_slowly(call, BodyCall(self, call))
+        if version.config.backend == "script_stream":
             return self._stream(call, version)
-        if version is not None and version.config.backend == "script":
-            return answer_slowly(call, ArrayCall(self, call, self._dialect.readers.of(version)))
-        return answer_slowly(call, BodyCall(self, call))
+        return answer_slowly(call, ArrayCall(self, call, self._dialect.readers.of(version)))
 
     def find(self) -> Version:
         """Return the version that answers. Raises ServeError."""

@@ -38,12 +38,17 @@ class Rig:
         self.loop = uvloop.new_event_loop()
         # Of many threads each test that makes one more would leave it behind.
         self.loop.set_default_executor(ThreadPoolExecutor(1))
-        here = (Listener("127.0.0.1:0", ("tfserving", "kserve_v2", "triton_v1", "grps")),)
+        here = (Listener("127.0.0.1:0", ("app", "tfserving", "kserve_v2", "triton_v1", "grps")),)
+        rpcs = (Listener("127.0.0.1:0", ("tfserving", "kserve_v2", "triton_v1", "grps")),)
+        names = [f"{form}-{path}" for form in (*models.FORMS, *models.LIKE) for path in models.PATHS]
+        paths = {f"/{name}": name for name in names}
         self.server = Server(
             Settings(
                 repository=str(folder),
                 http=here,
-                grpc=here,
+                grpc=rpcs,
+                dialects=("fastserve.app.json_api:SPEC",),
+                dialect_options={"app": {"paths": paths}},
                 model_control="explicit",
                 load_models=("*",),
                 drain_s=5.0,

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from fastserve.app import json_api
 from fastserve.dialects.grps import predict as grps_predict
 from fastserve.dialects.grps import rpcs as grps_rpcs
 from fastserve.dialects.kserve import grpc_infer, http_infer
@@ -54,6 +55,7 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "put": [(os, "pwrite")],
     "write": [
         (predict, "write_predict"),
+        (json_api, "write_arrays"),
         (grpc_predict, "write_outputs"),
         (http_infer, "write_answer"),
         (grpc_infer, "write_message"),

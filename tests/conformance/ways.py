@@ -294,6 +294,24 @@ class RestRaw(Rest):
         )
 
 
+class App(HttpWay):
+    """The API of apps: rows of one input by its name."""
+
+    name, dialect = "app", "app"
+    fast = frozenset({"columns", "whole", "cached"})
+    words: Words = {UNKNOWN: (Kind.UNAVAILABLE, "model 'cached-fast' is not available now")}
+    statuses = {**Rest.statuses, Kind.UNIMPLEMENTED: 501}
+
+    def build(
+        self, model: str, rows: list[float], *, id: str = "", name: str = "x", columns: int = 2, slot: int = 0
+    ) -> Sent:
+        body = {name: [[row, *[SECOND] * (columns - 1)] for row in rows]}
+        return self.post(f"/{model}", json.dumps(body).encode())
+
+    def rows(self, reply: Reply, rig: Rig, sent: Sent) -> list[float]:
+        return [row[0] for row in json.loads(reply.body)]
+
+
 V2_STATUSES = {
     OK: 200,
     Kind.INTERNAL: 500,
@@ -490,6 +508,7 @@ HTTP_WAYS = (
     Rest(),
     RestColumns(),
     RestRaw(),
+    App(),
     V2Json(),
     V2Binary(),
     V2Raw(),

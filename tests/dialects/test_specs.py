@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fastserve.dialects import SPECS
+from fastserve.app.json_api import SPEC as APP
+from fastserve.dialects import SPECS as DIALECTS
 from fastserve.metrics import Registry
 from fastserve.net.access_control import Resource, Scope
 from fastserve.net.grpc import Method
@@ -17,6 +18,7 @@ from fastserve.serving.dialect import Dialect, DialectSpec, ServingContext
 from fastserve.settings import Settings
 from fastserve.settings.server_settings import TFServingOptions
 
+SPECS = (APP, *DIALECTS)
 ADMINISTERS = {
     "tfserving": {"HandleReloadConfigRequest"},
     "kserve_v2": {
@@ -102,8 +104,9 @@ class NoEngine:
 @pytest.fixture(scope="module")
 def context() -> Any:
     registry = Registry()
-    options = TFServingOptions(monitoring=True)
-    yield ServingContext(engine=NoEngine(), registry=registry, settings=Settings(tfserving=options))
+    paths = {"app": {"paths": {"/m": "m"}}}  # "/NAME", of the models that there are
+    settings = Settings(tfserving=TFServingOptions(monitoring=True), dialect_options=paths)
+    yield ServingContext(engine=NoEngine(), registry=registry, settings=settings)
     registry.close()
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastserve._ext.http2_frames import frame
+from fastserve.app.describe import describe_script
+from fastserve.app.models_folder import write_models as write_configs
 from fastserve.serving.dialect import ListenerPolicy
 from tests.dialects.kserve import client_models
 from tests.faults import shapes
@@ -67,6 +69,7 @@ CONFIG = """
 tfserving: {monitoring: true}
 grps: {customized_path: /customized}
 log: {level: error}
+dialects: ["fastserve.app.json_api:SPEC"]
 """
 
 
@@ -94,6 +97,7 @@ class Cost(NamedTuple):
 
 def write_models(folder: Path) -> Path:
     folder.mkdir()
+    write_configs(describe_script(Path(__file__).with_name("app_models.py")), folder)
     side = {"dtype": "float32", "shape": [-1]}
     client_models.write_native(folder, "free", BACK, inputs={"x": side}, outputs={"y": side})
     whole = {"dtype": "int32", "shape": [-1]}

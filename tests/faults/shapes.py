@@ -20,9 +20,11 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from fastserve.dialects import SPECS
+from fastserve.app.json_api import SPEC as APP
+from fastserve.dialects import SPECS as DIALECTS
 from fastserve.protos import load
 
+SPECS = (APP, *DIALECTS)
 SAID = {
     "/...": "/unregisterall", "live|ready": "ready", "load|unload": "load", "[/metadata]": "/metadata",
     "tfserving.monitoring_path": "/monitoring/prometheus/metrics", "/v1/unregisterall": "/v1/anything",
@@ -30,7 +32,12 @@ SAID = {
     "VERSION": "1", "REPOSITORY": "r", "REGION": "x", "timed-N": "timed-1", "ROLE": "prefill",
 }  # fmt: skip
 """A word of a route's path -> what a client writes for it."""
-MODELS = {"textgen": ("tokens",), "tfserving": ("free", "classes"), "kserve_v2": ("free", "texts", "chat")}
+MODELS = {
+    "app": ("greet", "know", "rows", "mix", "count", "lengths"),  # of app_models.py
+    "textgen": ("tokens",),
+    "tfserving": ("free", "classes"),
+    "kserve_v2": ("free", "texts", "chat"),
+}
 ENDS_THE_SERVER = {"/stopService"}  # refused by default: the server asks for `textgen.stop_service`
 V1_HEADER = 'batch_size: 1 input { name: "x" dims: 4 } output { name: "y" }'
 
@@ -109,6 +116,16 @@ PLACES: dict[str, tuple[bytes, ...]] = {
         b'{"context":%b,"examples":[{"x":1}]}',
         b'{"signature_name":%b,"instances":[[1,2,3,4]]}',
     ),
+    "app": (
+        b"%b",
+        b'{"x":%b}',
+        b'{"x":[[1],%b]}',
+        b'{"a":[1],"b":%b}',
+        b'{"name":%b}',
+        b'{"name":"a","times":%b}',
+        b'{"words":%b}',
+        b'{"to":%b}',
+    ),
     "kserve_v2": (
         b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":%b}]}',
         b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"BYTES","data":%b}]}',
@@ -136,6 +153,7 @@ ROWS: dict[str, tuple[str, bytes]] = {
         "/v2/models/free/infer",
         b'{"inputs":[{"name":"x","shape":[%(rows)d,1],"datatype":"FP32","data":[%(flat)b]}]}',
     ),
+    "app": ("/rows", b'{"x":[%(wide)b]}'),
     "grps": (
         "/grps/v1/infer/predict?model=free-1",
         b'{"gtensors":{"tensors":[{"dtype":"DT_FLOAT32","shape":[%(rows)d,1],"flat_float32":[%(flat)b]}]}}',

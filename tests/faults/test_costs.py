@@ -90,7 +90,7 @@ def test_a_megabyte_to_each_rpc(costs: Costs, service: str) -> None:
             check_rpc(costs, path, QUICK_BYTES, QUICK_SHAPES)
 
 
-@pytest.mark.parametrize("dialect", ["tfserving", "kserve_v2", "grps"])
+@pytest.mark.parametrize("dialect", ["app", "tfserving", "kserve_v2", "grps"])
 @pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 400)])
 def test_the_most_rows_that_a_request_may_have(costs: Costs, dialect: str, more: int, status: int) -> None:
     """A request that is split costs by its batches; one row more than may be is refused."""
