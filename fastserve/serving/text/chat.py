@@ -21,7 +21,7 @@ from fastserve.errors import Kind, ServeError
 
 DEFAULT, TOOLS = "default", "tool_use"
 MOST_TEXT = 500
-NEEDS = "chat templates need the package jinja2, 3.1.6 or newer (the extra 'llm')"
+NEEDS = "chat templates need the package jinja2, 3.1.6 or newer, which is not installed: pip install jinja2"
 
 
 class ChatTemplate:
