@@ -1,79 +1,58 @@
-"""`fastserve bench`: a load generator for a model of a running server.
-
-Requests have random inputs, in the shapes that the model's metadata gives; `load` sends them.
-"""
+"""`fastserve bench`: a closed loop of requests to a model of a running server, over HTTP or gRPC, with random
+inputs in the shapes that the model's metadata gives."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import ssl
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from math import log2
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote, urlsplit
 
 import click
+import httptools
 import numpy as np
+import uvloop
 
 from fastserve.cli.client import ServerClient, Trust, url_option, with_trust
-from fastserve.cli.generate import CHAT, PLAIN, Question, completion_body
-from fastserve.cli.load import LatencyHistogram, LoadPlan, LoadResult, floor_of, run_plans, share
 from fastserve.tensor import DTYPE_BY_KSERVE, DTYPE_BY_TENSORFLOW, KSERVE_NAME
 
 option = partial(click.option, show_default=True)
-PORTS = {"http": 80, "https": 443}
 READABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PERCENTILES = (50, 90, 99, 99.9)
-TEXT_PERCENTILES = (50, 90, 99, 100)
 BAR_CHARS = 50
 STEPS_PER_DOUBLING = 2
 JSON, BINARY = "application/json", "application/octet-stream"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 V2_SERVICE = "/inference.GRPCInferenceService/"
-TIMEOUT_S = 60.0
+GOOD = ("200", "OK")
+RETRY_S = 0.1
+# Equal channels of a process share one TCP connection by default.
+GRPC_OPTIONS = ("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)
 VARIANTS = 16
 VARIANT_BYTES = 8 << 20  # of all variants together
-WORDS = ("the", "river", "of", "light", "came", "down", "from", "heaven", "and", "every", "man", "said")
 Rng = np.random.Generator
 
 
 @dataclass(frozen=True)
-class LoadRequest:
-    """One POST over HTTP, or one message to the gRPC method `path`.
-
-    `json_bytes` of a V2 body are JSON; 0: all of them.
-    """
-
-    path: str
-    content_type: str
-    body: bytes
-    json_bytes: int = 0
-
-    def encode(self, host: str) -> bytes:
-        """Return the request as HTTP/1.1 sends it."""
-        more = f"{HEADER_LENGTH}: {self.json_bytes}\r\n" if self.json_bytes else ""
-        head = f"POST {self.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {self.content_type}\r\n{more}"
-        return head.encode() + b"Content-Length: %d\r\n\r\n" % len(self.body) + self.body
-
-
-@dataclass(frozen=True)
 class LoadOptions:
-    """The target of a load and the form of its requests.
-
-    `rows` fills an open batch axis, `length` every other open axis (for text: the words of a prompt).
-    """
+    """Target and form of requests. `rows` fills an open batch axis, `length` every other open axis."""
 
     server: ServerClient
     model: str
-    grpc_url: str = ""
     rows: int = 1
     length: int = 1
     signature: str = "serving_default"
-    tokens: int = 64
 
 
 class LoadInput(NamedTuple):
@@ -111,33 +90,34 @@ class LoadInput(NamedTuple):
 
 
 class LoadProtocol(NamedTuple):
-    """One way to ask a model: where bodies go (`{}` is the model), their type, the inputs, and bodies of
-    random ones.
-
-    `write` returns a body, and how many of its bytes are JSON where others follow.
-    """
+    """One way to ask a model. `path` has `{}` for the model; `write` returns a body of random inputs, and how
+    many of its bytes are JSON where others follow."""
 
     path: str
     content_type: str
     describe: Callable[[LoadOptions], list[LoadInput]]
     write: Callable[[LoadOptions, list[LoadInput], Rng], tuple[bytes, int]]
     grpc: bool = False
-    events: bool = False
 
-    def requests(self, options: LoadOptions, data: bytes | None = None) -> list[LoadRequest]:
-        """Return up to VARIANTS requests, or the one of `data`. Raises ClickException."""
-        make = partial(LoadRequest, self.path.format(quote(options.model, safe="")), self.content_type)
+    def bodies(self, options: LoadOptions, data: bytes | None = None) -> list[tuple[bytes, int]]:
+        """Return up to VARIANTS bodies, or `data` alone. Raises ClickException."""
         if data is not None and self.write is write_v2_binary:
             raise click.ClickException("--data is for bodies of JSON; use --protocol v2")
         if data is not None:
-            return [make(data)]
+            return [(data, 0)]
         inputs, rng = self.describe(options), np.random.default_rng(7)
-        made = [make(*self.write(options, inputs, rng))]
-        count = min(VARIANTS, max(1, VARIANT_BYTES // max(1, len(made[0].body))))
-        return made + [make(*self.write(options, inputs, rng)) for _ in range(count - 1)]
+        made = [self.write(options, inputs, rng)]
+        count = min(VARIANTS, max(1, VARIANT_BYTES // max(1, len(made[0][0]))))
+        return made + [self.write(options, inputs, rng) for _ in range(count - 1)]
 
-
-# --- TensorFlow Serving -----------------------------------------------------------------------------
+    def encode(self, options: LoadOptions, host: str, body: bytes, json_bytes: int) -> bytes:
+        """Return a request as it is sent: a gRPC message, or a request of HTTP/1.1."""
+        if self.grpc:
+            return body
+        path = self.path.format(quote(options.model, safe=""))
+        more = f"{HEADER_LENGTH}: {json_bytes}\r\n" if json_bytes else ""
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {self.content_type}\r\n{more}"
+        return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 def write_rows(options: LoadOptions, inputs: list[LoadInput], rng: Rng) -> tuple[bytes, int]:
@@ -182,9 +162,6 @@ def fill_shape(shape: Mapping[str, Any], options: LoadOptions) -> tuple[int, ...
     return (first, *(options.length if size < 0 else size for size in sizes[1:]))
 
 
-# --- Open Inference Protocol V2 ---------------------------------------------------------------------
-
-
 def write_v2(options: LoadOptions, inputs: list[LoadInput], rng: Rng) -> tuple[bytes, int]:
     if refused := [one.name for one in inputs if one.dtype in ("float16", "bfloat16")]:
         raise click.ClickException(f"{refused[0]} has no JSON form; use --protocol v2-binary")
@@ -213,45 +190,13 @@ def write_v2_grpc(options: LoadOptions, inputs: list[LoadInput], rng: Rng) -> tu
     return request.SerializeToString(), 0
 
 
-def v2_grpc_inputs(options: LoadOptions) -> list[LoadInput]:
-    from google.protobuf.json_format import MessageToDict
-
-    described = MessageToDict(call_v2(options, "ModelMetadata"))["inputs"]
-    try:
-        config = MessageToDict(call_v2(options, "ModelConfig").config, preserving_proto_field_name=True)
-    except click.ClickException:
-        config = None
-    return [read_input(one, options, has_batch_axis(config)) for one in described]
-
-
-def call_v2(options: LoadOptions, method: str) -> Any:
-    """Return the reply to a gRPC call about the model. Raises ClickException."""
-    import grpc
-
-    from fastserve.protos import load
-
-    messages, address = load("kserve_v2"), options.grpc_url.partition("://")[2]
-    secured = options.grpc_url.startswith("https://")
-    request = getattr(messages, f"{method}Request")(name=options.model).SerializeToString()
-    try:
-        with options.server.trust.channel(grpc, address, secured) as channel:
-            reply = channel.unary_unary(f"{V2_SERVICE}{method}")(request, timeout=TIMEOUT_S)
-    except grpc.RpcError as fault:
-        raise click.ClickException(f"{address}: {fault.code().name}: {fault.details()}") from None
-    return getattr(messages, f"{method}Response").FromString(reply)
-
-
 def v2_inputs(options: LoadOptions) -> list[LoadInput]:
+    """Return the inputs; without Triton's model config the first open axis is a batch axis."""
     path = f"/v2/models/{quote(options.model, safe='')}"
     metadata = json.loads(options.server.ask(path))
     status, config = options.server.exchange(f"{path}/config", None, "")
-    batching = has_batch_axis(json.loads(config) if status == 200 else None)
+    batching = status != 200 or int(json.loads(config).get("max_batch_size", 0)) > 0
     return [read_input(one, options, batching) for one in metadata["inputs"]]
-
-
-def has_batch_axis(config: Mapping[str, Any] | None) -> bool:
-    """Return whether tensors have a batch axis: without Triton's model config, the first open axis is one."""
-    return config is None or int(config.get("max_batch_size", 0)) > 0
 
 
 def read_input(described: Mapping[str, Any], options: LoadOptions, batching: bool) -> LoadInput:
@@ -264,43 +209,192 @@ def read_input(described: Mapping[str, Any], options: LoadOptions, batching: boo
     return LoadInput(described["name"], dtype.name, tuple(options.length if n < 0 else n for n in sizes))
 
 
-# --- OpenAI's API, streamed -------------------------------------------------------------------------
-
-
-def write_text(
-    options: LoadOptions, inputs: list[LoadInput], rng: Rng, chat: bool = False
-) -> tuple[bytes, int]:
-    """Prompts of `length` words, answers of `tokens` tokens."""
-    words = " ".join(rng.choice(WORDS, options.length))
-    question = Question(prompt=words, chat=chat, max_new_tokens=options.tokens)
-    return json.dumps({**completion_body(question, options.model), "ignore_eos": True}).encode(), 0
-
-
-def no_inputs(options: LoadOptions) -> list[LoadInput]:
-    return []
-
-
 PREDICT, INFER = "/v1/models/{}:predict", "/v2/models/{}/infer"
 PROTOCOLS: dict[str, LoadProtocol] = {
     "tfserving": LoadProtocol(PREDICT, JSON, signature_inputs, write_rows),
     "tfserving-raw": LoadProtocol(PREDICT, BINARY, signature_inputs, write_raw),
     "v2": LoadProtocol(INFER, JSON, v2_inputs, write_v2),
     "v2-binary": LoadProtocol(INFER, BINARY, v2_inputs, write_v2_binary),
-    "v2-grpc": LoadProtocol(f"{V2_SERVICE}ModelInfer", "", v2_grpc_inputs, write_v2_grpc, grpc=True),
-    "text": LoadProtocol(PLAIN, JSON, no_inputs, write_text, events=True),
-    "chat": LoadProtocol(CHAT, JSON, no_inputs, partial(write_text, chat=True), events=True),
+    "v2-grpc": LoadProtocol(f"{V2_SERVICE}ModelInfer", "", v2_inputs, write_v2_grpc, grpc=True),
 }
 
 
-# --- the command ------------------------------------------------------------------------------------
+@dataclass
+class LoadResult:
+    """Everything counted after the warm-up. `statuses` are HTTP's numbers or gRPC's names."""
+
+    latencies: array[int] = field(default_factory=lambda: array("q"))
+    """Nanoseconds of each request."""
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    body_bytes: int = 0
+    seconds: float = 0.0
+
+    def percentile(self, percent: float) -> float:
+        """Return the latency in ns that `percent` of the requests stayed under; 0 when there were none."""
+        return float(np.percentile(self.latencies or [0], percent, method="inverted_cdf"))
+
+    def mean(self) -> float:
+        """Return the mean latency in ns."""
+        return sum(self.latencies) / max(1, len(self.latencies))
+
+    @property
+    def rate(self) -> float:
+        return len(self.latencies) / (self.seconds or 1.0)
+
+    @property
+    def failed(self) -> int:
+        return self.faults.total() + sum(n for s, n in self.statuses.items() if s not in GOOD)
+
+
+class BrokenLoadError(Exception):
+    """A request got no whole reply. Its connection is of no use any more."""
+
+
+class HttpLoadClient(asyncio.Protocol):
+    """One HTTP/1.1 connection."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply: asyncio.Future[tuple[str, int]] | None = None
+        self._nbytes = 0
+        self.reusable = True
+
+    async def ask(self, request: bytes) -> tuple[str, int]:
+        loop = asyncio.get_running_loop()
+        self._reply, self._nbytes = loop.create_future(), 0
+        timer = loop.call_later(self._timeout_s, self._fail, "timed out")
+        self._transport.write(request)
+        try:
+            return await self._reply
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    def _fail(self, fault: str) -> None:
+        self.reusable = False
+        if self._reply and not self._reply.done():
+            self._reply.set_exception(BrokenLoadError(fault))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own classes are no subclasses
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail("connection lost")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail("unreadable reply")
+
+    def on_body(self, body: bytes) -> None:
+        self._nbytes += len(body)
+
+    def on_message_complete(self) -> None:
+        self.reusable = self.reusable and self._parser.should_keep_alive()
+        if self._reply and not self._reply.done():
+            self._reply.set_result((str(self._parser.get_status_code()), self._nbytes))
+
+
+class GrpcLoadClient:
+    """One gRPC channel with a TCP connection of its own. grpcio takes some 150 us of this side for a call."""
+
+    reusable = True
+
+    def __init__(self, load: ClosedLoop) -> None:
+        import grpc.aio
+
+        trust, target = load.trust or Trust(), f"{load.host}:{load.port}"
+        self._fault, self._timeout_s = grpc.aio.AioRpcError, load.timeout_s
+        self._channel = trust.channel(grpc.aio, target, load.trust is not None, GRPC_OPTIONS)
+        self._call = self._channel.unary_unary(load.method)
+
+    async def ask(self, request: bytes) -> tuple[str, int]:
+        try:
+            return "OK", len(await self._call(request, timeout=self._timeout_s))
+        except self._fault as fault:
+            self.reusable = fault.code().name != "UNAVAILABLE"
+            return fault.code().name, 0
+
+    def close(self) -> None:
+        asyncio.get_running_loop().create_task(self._channel.close())
+
+
+@dataclass
+class ClosedLoop:
+    """Connections that each have one request under way at a time; `requests` are sent as they are, or are
+    messages of the gRPC `method`."""
+
+    host: str
+    port: int
+    connections: int
+    warm_up_s: float
+    duration_s: float
+    timeout_s: float
+    requests: list[bytes]
+    method: str = ""
+    trust: Trust | None = None
+    tls: ssl.SSLContext | None = None
+    result: LoadResult = field(default_factory=LoadResult)
+    _counting: bool = False
+    _stopping: bool = False
+
+    async def run(self) -> LoadResult:
+        loops = [asyncio.create_task(self._keep_asking(i)) for i in range(self.connections)]
+        await asyncio.sleep(self.warm_up_s)
+        self._counting, began = True, time.monotonic()
+        await asyncio.sleep(self.duration_s)
+        self.result.seconds = time.monotonic() - began
+        self._stopping = True
+        await asyncio.gather(*loops)
+        return self.result
+
+    async def _keep_asking(self, number: int) -> None:
+        first = number % len(self.requests)
+        ring = cycle(self.requests[first:] + self.requests[:first])
+        while not self._stopping:
+            try:
+                client = await self._connect()
+            except OSError:
+                self._count_fault("connection refused")
+                await asyncio.sleep(RETRY_S)
+                continue
+            while client.reusable and not self._stopping:
+                await self._ask(client, next(ring))
+            client.close()
+
+    async def _ask(self, client: HttpLoadClient | GrpcLoadClient, request: bytes) -> None:
+        sent_ns = time.perf_counter_ns()
+        try:
+            status, nbytes = await client.ask(request)
+        except BrokenLoadError as fault:
+            return self._count_fault(str(fault))
+        if self._counting:
+            self.result.latencies.append(time.perf_counter_ns() - sent_ns)
+            self.result.statuses[status] += 1
+            self.result.body_bytes += nbytes
+
+    def _count_fault(self, fault: str) -> None:
+        if self._counting:
+            self.result.faults[fault] += 1
+
+    async def _connect(self) -> HttpLoadClient | GrpcLoadClient:
+        if self.method:
+            return GrpcLoadClient(self)
+        make, loop = partial(HttpLoadClient, self.timeout_s), asyncio.get_running_loop()
+        return (await loop.create_connection(make, self.host, self.port, ssl=self.tls))[1]
 
 
 def address(url: str, flag: str) -> tuple[str, int]:
     """Return host and port of a URL that `flag` gives. Raises BadParameter."""
     parts = urlsplit(url)
-    if parts.scheme not in PORTS or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise click.BadParameter(f"{url} is not http://HOST:PORT or https://HOST:PORT", param_hint=flag)
-    return parts.hostname, parts.port or PORTS[parts.scheme]
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 @click.command(short_help="Put a running server under load.")
@@ -311,15 +405,8 @@ def address(url: str, flag: str) -> tuple[str, int]:
 @option("-c", "--connections", type=click.IntRange(1), default=32, help="Requests at a time.")
 @option("-d", "--duration", type=click.FloatRange(0.1), default=10.0, help="Seconds measured.")
 @option("--warm-up", type=click.FloatRange(0), default=1.0, help="Seconds before, not measured.")
-@option("--processes", type=click.IntRange(1), default=1, help="Processes that share the connections.")
 @option("--rows", type=click.IntRange(1), default=1, help="Rows in each request.")
-@option(
-    "--length",
-    type=click.IntRange(1),
-    default=1,
-    help="Items where the model takes any number; words of a prompt.",
-)
-@option("--tokens", type=click.IntRange(1), default=64, help="Tokens of each answer of text.")
+@option("--length", type=click.IntRange(1), default=1, help="Items where the model takes any number.")
 @option("--signature", default="serving_default", help="Signature asked.")
 @option("--data", type=READABLE, help="Send this file as every body.")
 @option("--timeout", type=click.FloatRange(0.1), default=30.0, help="Seconds to wait for one reply.")
@@ -327,8 +414,8 @@ def address(url: str, flag: str) -> tuple[str, int]:
 @with_trust
 def bench(
     model: str, url: str, grpc: str, protocol: str, connections: int, duration: float, warm_up: float,
-    processes: int, rows: int, length: int, tokens: int, signature: str, data: Path | None, timeout: float,
-    as_json_text: bool, trust: Trust,
+    rows: int, length: int, signature: str, data: Path | None, timeout: float, as_json_text: bool,
+    trust: Trust,
 ) -> None:  # fmt: skip
     """Keep CONNECTIONS requests to MODEL under way and show how long each took.
 
@@ -336,9 +423,7 @@ def bench(
 
     \b
     fastserve bench half_plus_two
-    fastserve bench digits -c 64 -d 30 --rows 4
-    fastserve bench digits --protocol v2-binary --json
-    fastserve bench llm --protocol text --length 100 --tokens 200
+    fastserve bench digits --protocol v2-binary -c 64 -d 30 --rows 4 --json
 
     \b
     Protocols:
@@ -347,30 +432,24 @@ def bench(
       v2             Open Inference Protocol V2 (KServe, Triton), JSON
       v2-binary      the same, tensors as bytes after a JSON header
       v2-grpc        V2 over gRPC, raw contents
-      text           OpenAI's completions, streamed: time to the first token, gaps, tokens/s
-      chat           OpenAI's chat completions, the same
     """
     server, chosen = ServerClient(url, trust), PROTOCOLS[protocol]
-    grpc_url = grpc if "://" in grpc else f"http://{grpc}"
-    target = grpc_url if chosen.grpc else server.url
+    target = server.url if not chosen.grpc else grpc if "://" in grpc else f"http://{grpc}"
     host, port = address(target, "--grpc" if chosen.grpc else "--url")
-    options = LoadOptions(server, model, grpc_url, rows, length, signature, tokens)
-    requests = chosen.requests(options, data.read_bytes() if data else None)
-    plans = [
-        LoadPlan(
-            *(host, port, count, warm_up, duration, timeout),
-            [one.body if chosen.grpc else one.encode(f"{host}:{port}") for one in requests],
-            method=requests[0].path if chosen.grpc else "",
-            events=chosen.events,
-            trust=trust if target.startswith("https://") else None,
-        )
-        for count in share(connections, processes)
-    ]
-    result = run_plans(plans)
+    options = LoadOptions(server, model, rows, length, signature)
+    bodies = chosen.bodies(options, data.read_bytes() if data else None)
+    load = ClosedLoop(
+        *(host, port, connections, warm_up, duration, timeout),
+        [chosen.encode(options, f"{host}:{port}", *body) for body in bodies],
+        method=chosen.path if chosen.grpc else "",
+        trust=trust if target.startswith("https://") else None,
+        tls=trust.context() if target.startswith("https://") and not chosen.grpc else None,
+    )
+    result = uvloop.run(load.run())
     lines = [json.dumps(as_json(result), indent=2)] if as_json_text else report(result)
     for line in lines:
         click.echo(line)
-    sys.exit(1 if result.failed or not result.latency.total() else 0)
+    sys.exit(1 if result.failed or not result.latencies else 0)
 
 
 def show_duration(ns: float) -> str:
@@ -381,59 +460,41 @@ def show_duration(ns: float) -> str:
 
 
 def report(result: LoadResult) -> Iterator[str]:
-    """Return the lines for a terminal. The bars are of the gaps where the replies are streams of text."""
-    latency, seconds = result.latency, result.seconds
-    yield f"requests   {latency.total():,} in {seconds:.1f} s: {result.rate:,.1f}/s"
-    yield f"replies    {result.body_bytes / 1e6 / max(seconds, 1e-9):,.2f} MB/s of bodies"
-    yield f"latency    mean {show_duration(latency.mean())}"
+    """Return the lines for a terminal."""
+    seconds = max(result.seconds, 1e-9)
+    yield f"requests   {len(result.latencies):,} in {result.seconds:.1f} s: {result.rate:,.1f}/s"
+    yield f"replies    {result.body_bytes / 1e6 / seconds:,.2f} MB/s of bodies"
+    yield f"latency    mean {show_duration(result.mean())}"
     for percent in (*PERCENTILES, 100):
-        yield f"  p{percent:<7g} {show_duration(latency.percentile(percent))}"
-    if result.answers:
-        yield f"tokens     {result.token_rate:,.1f}/s, {result.tokens / result.answers:,.1f} an answer"
-        for name, histogram in (("first", result.first), ("gaps", result.gaps)):
-            spans = (f"p{p:g} {show_duration(histogram.percentile(p))}" for p in TEXT_PERCENTILES)
-            yield f"{name:<9}  {'  '.join(spans)}"
+        yield f"  p{percent:<7g} {show_duration(result.percentile(percent))}"
     for status, count in sorted(result.statuses.items()):
         yield f"status {status}  {count:,}"
     for fault, count in sorted(result.faults.items()):
         yield f"FAILED  {fault}: {count:,}"
-    yield from bars(result.gaps if result.gaps.total() else latency)
+    if result.latencies:
+        yield from bars(result.latencies)
 
 
-def bars(histogram: LatencyHistogram) -> Iterator[str]:
+def bars(latencies: Sequence[int]) -> Iterator[str]:
     """Return a line per half doubling of latency; the longest bar is the most common latency."""
-    steps: dict[int, int] = {}
-    for bucket, count in histogram.items():
-        step = int(log2(max(1, floor_of(bucket))) * STEPS_PER_DOUBLING)
-        steps[step] = steps.get(step, 0) + count
-    if not steps:
-        return
+    steps = (np.log2(np.maximum(latencies, 1)) * STEPS_PER_DOUBLING).astype(int)
+    counts = np.bincount(steps - steps.min())
     yield ""
-    for step in range(min(steps), max(steps) + 1):
-        count = steps.get(step, 0)
+    for step, count in enumerate(counts, steps.min()):
         upper = show_duration(2 ** ((step + 1) / STEPS_PER_DOUBLING))
-        bar = "#" * round(count / max(steps.values()) * BAR_CHARS) or ("." if count else "")
+        bar = "#" * round(count / counts.max() * BAR_CHARS) or ("." if count else "")
         yield f"  < {upper:>8}  {count:>10,}  {bar}".rstrip()
 
 
 def as_json(result: LoadResult) -> dict[str, Any]:
     """Return the figures by name, latencies in microseconds."""
-
-    def spans(prefix: str, histogram: LatencyHistogram, percents: Iterable[float]) -> dict[str, float]:
-        return {f"{prefix}p{percent:g}_us": histogram.percentile(percent) / 1000 for percent in percents}
-
-    found: dict[str, Any] = {
-        "requests": result.latency.total(),
+    return {
+        "requests": len(result.latencies),
         "seconds": result.seconds,
         "requests_per_s": result.rate,
-        "mean_us": result.latency.mean() / 1000,
-        **spans("", result.latency, PERCENTILES),
+        "mean_us": result.mean() / 1000,
+        **{f"p{percent:g}_us": result.percentile(percent) / 1000 for percent in PERCENTILES},
         "body_bytes": result.body_bytes,
         "statuses": result.statuses,
         "faults": result.faults,
     }
-    if result.answers:
-        found |= {"tokens_per_s": result.token_rate, "answers": result.answers, "tokens": result.tokens}
-        found |= spans("first_", result.first, TEXT_PERCENTILES)
-        found |= spans("gap_", result.gaps, TEXT_PERCENTILES)
-    return found

@@ -1,10 +1,11 @@
-"""`fastserve bench`: its histogram, its requests, and whole runs against the stand-in."""
+"""`fastserve bench`: its figures, its requests, and whole runs against the stand-in."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import struct
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -23,13 +24,13 @@ from fastserve.cli.bench import (
     LoadInput,
     LoadOptions,
     LoadProtocol,
+    LoadResult,
     fill_shape,
     read_input,
     report,
     show_duration,
 )
 from fastserve.cli.client import ServerClient
-from fastserve.cli.load import LatencyHistogram, LoadResult, bucket_of, floor_of, share
 from fastserve.tensor import DTYPES
 from tests.cli.standin import serving
 
@@ -46,36 +47,16 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(main, ["bench", *args], prog_name="fastserve")
 
 
-@given(st.integers(0, 1 << 45))
-def test_bucket_holds_its_values_within_a_64th(value: int) -> None:
-    low, high = floor_of(bucket_of(value)), floor_of(bucket_of(value) + 1)
-    assert low <= value < high
-    assert (high - low) * 64 <= max(64, high)
-
-
 @given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=200), st.floats(0.1, 100))
-def test_percentile_is_right_within_its_bucket(values: list[int], percent: float) -> None:
-    histogram = LatencyHistogram()
-    for value in values:
-        histogram.add(value)
-    rank = max(1, -(-len(values) * percent // 100))
-    exact = sorted(values)[int(rank) - 1]
-    assert histogram.total() == len(values)
-    assert histogram.percentile(percent) == pytest.approx(exact, rel=1 / 64, abs=1)
+def test_a_percentile_is_the_latency_at_its_rank(values: list[int], percent: float) -> None:
+    result = LoadResult(array("q", values))
+    rank = sum(n * 100 < percent * len(values) for n in range(1, len(values)))
+    assert result.percentile(percent) == pytest.approx(sorted(values)[rank], abs=1)
+    assert result.mean() == pytest.approx(sum(values) / len(values))
 
 
-def test_merging_counts_everything_once() -> None:
-    result = LoadResult(LatencyHistogram({5: 2}), Counter({"200": 2}), seconds=2.0, tokens=3)
-    faults = Counter({"timed out": 1})
-    result.merge(LoadResult(LatencyHistogram({5: 1, 900: 4}), Counter({"200": 5}), faults, 9, 1.9, tokens=4))
-    assert result.latency == {5: 3, 900: 4}
-    assert (result.statuses, result.faults, result.body_bytes) == ({"200": 7}, {"timed out": 1}, 9)
-    assert (result.seconds, result.tokens, result.failed) == (2.0, 7, 1)
-
-
-def test_share() -> None:
-    assert share(10, 3) == [4, 3, 3]
-    assert share(2, 8) == [1, 1]
+def test_nothing_counted_has_no_latency() -> None:
+    assert (LoadResult().percentile(99), LoadResult().mean(), LoadResult().rate) == (0, 0, 0)
 
 
 def test_durations_read_well() -> None:
@@ -109,7 +90,7 @@ def described(protocol: str, *inputs: LoadInput) -> LoadProtocol:
 
 def test_rows_of_several_inputs() -> None:
     inputs = LoadInput("a", "bytes", (2,)), LoadInput("b", "int8", (2, 2))
-    body = json.loads(described("tfserving", *inputs).requests(options(signature="s"))[0].body)
+    body = json.loads(described("tfserving", *inputs).bodies(options(signature="s"))[0][0])
     assert body["signature_name"] == "s"
     assert [sorted(row) for row in body["instances"]] == [["a", "b"], ["a", "b"]]
     assert "b64" in body["instances"][0]["a"]
@@ -127,17 +108,18 @@ def test_packed_tensors_have_their_dtypes_size() -> None:
 
 def test_v2_bodies() -> None:
     inputs = LoadInput("a", "float32", (1, 2)), LoadInput("b", "bytes", (1,))
-    tensors = json.loads(described("v2", *inputs).requests(options())[0].body)["inputs"]
+    tensors = json.loads(described("v2", *inputs).bodies(options())[0][0])["inputs"]
     assert [(one["name"], one["shape"], one["datatype"], len(one["data"])) for one in tensors] == [
         ("a", [1, 2], "FP32", 2),
         ("b", [1], "BYTES", 1),
     ]
-    request = described("v2-binary", *inputs).requests(options())[0]
-    length = request.json_bytes
-    header = json.loads(request.body[:length])
+    binary = described("v2-binary", *inputs)
+    body, length = binary.bodies(options())[0]
+    header = json.loads(body[:length])
     assert [one["parameters"]["binary_data_size"] for one in header["inputs"]] == [8, 16]
-    assert len(request.body) == length + 24
-    assert b"Inference-Header-Content-Length: %d\r\n" % length in request.encode("h:1")
+    assert len(body) == length + 24
+    sent = binary.encode(options(), "h:1", body, length)
+    assert b"Inference-Header-Content-Length: %d\r\n" % length in sent
 
 
 def test_open_dimensions_of_v2() -> None:
@@ -148,17 +130,19 @@ def test_open_dimensions_of_v2() -> None:
 
 def test_requests_of_tensorflow_serving(url: str) -> None:
     asked = LoadOptions(ServerClient(url), "double", rows=2)
-    rows = PROTOCOLS["tfserving"].requests(asked)
-    assert len({request.body for request in rows}) == len(rows) == 16
-    assert [len(row) for row in json.loads(rows[0].body)["instances"]] == [3, 3]
-    raw = PROTOCOLS["tfserving-raw"].requests(asked)
-    assert len(struct.unpack("<6f", raw[0].body)) == 6
-    assert raw[0].encode("h:1").startswith(b"POST /v1/models/double:predict HTTP/1.1\r\nHost: h:1\r\n")
+    rows = [body for body, _ in PROTOCOLS["tfserving"].bodies(asked)]
+    assert len(set(rows)) == len(rows) == 16
+    assert [len(row) for row in json.loads(rows[0])["instances"]] == [3, 3]
+    raw = PROTOCOLS["tfserving-raw"]
+    body = raw.bodies(asked)[0]
+    assert len(struct.unpack("<6f", body[0])) == 6
+    head = b"POST /v1/models/double:predict HTTP/1.1\r\nHost: h:1\r\n"
+    assert raw.encode(asked, "h:1", *body).startswith(head)
 
 
 @pytest.mark.parametrize("protocol", ["tfserving", "tfserving-raw"])
 def test_whole_run(url: str, protocol: str) -> None:
-    flags = ["-c", "3", "--processes", "2", "-d", "0.6", "--warm-up", "0", "--protocol", protocol, "--json"]
+    flags = ["-c", "3", "-d", "0.6", "--warm-up", "0", "--protocol", protocol, "--json"]
     result = run("double", "--url", url, *flags)
     report = json.loads(result.stdout)
     assert result.exit_code == 0, result.output
@@ -181,10 +165,11 @@ def test_unknown_signature(url: str) -> None:
 
 
 def test_text_report() -> None:
-    histogram = LatencyHistogram()
-    for value in (100_000, 100_000, 400_000):
-        histogram.add(value)
-    lines = list(report(LoadResult(histogram, Counter({"200": 3}), Counter({"timed out": 1}), 30, 2.0)))
+    result = LoadResult(
+        array("q", (100_000, 100_000, 400_000)), Counter({"200": 3}), Counter({"timed out": 1})
+    )
+    result.body_bytes, result.seconds = 30, 2.0
+    lines = list(report(result))
     assert lines[0] == "requests   3 in 2.0 s: 1.5/s"
     assert "FAILED  timed out: 1" in lines
     assert sum("#" in line for line in lines) == 2
