@@ -57,3 +57,21 @@ def test_the_dashboard_asks_for_metrics_there_are() -> None:
     assert len(asked) > 10
     assert {"fastserve_text_first_token_seconds", "fastserve_text_waiting"} <= asked
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_the_texts_of_troubleshooting_are_those_of_the_server() -> None:
+    """Each quoted text that begins a row is in the package's source, but for the values in it."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    source = "\n".join(path.read_text() for path in (ROOT / "fastserve").rglob("*.py"))
+    wild = r"\.\.\.|\d+(?:\.\d+)*(?::\d+)?|\bonnx\b"
+    quoted = [
+        text
+        for part in page.split("\n## ")[1:3]
+        for row in part.splitlines()
+        if row.startswith("| ")
+        for text in re.findall(r"`([^`]+)`", row.split(" | ")[0 if part.startswith("The server") else 1])
+    ]
+    assert len(quoted) > 20
+    for text in quoted:
+        pieces = [piece for piece in re.split(wild, text) if len(piece.strip()) > 3]
+        assert all(piece.strip(" :\"'[]") in source for piece in pieces if "in use" not in piece), text

@@ -6,6 +6,7 @@
 |---|---|---|
 | `tensorflow` | TensorFlow's CPU build, and what its tests import | FOLDER, a virtual environment |
 | `recipes` | what recipes of docs/recipes import | FOLDER |
+| `docs` | mkdocs-material, which makes the site | FOLDER |
 | `grpc-js` | npm's @grpc/grpc-js; Node.js as a wheel, if the machine has none | FOLDER/grpc-js, FOLDER |
 | `chromium`, `nghttp` | Debian's packages, if the commands are missing and root runs this | the machine |
 
@@ -86,6 +87,11 @@ def recipes(folder: Path) -> str:
     return ""
 
 
+def docs(folder: Path) -> str:
+    pip(folder, *requirements.listed("docs"))
+    return ""
+
+
 def grpc_js(folder: Path) -> str:
     path = os.environ["PATH"] + os.pathsep + str(folder / "bin")
     if shutil.which("node", path=path) is None or shutil.which("npm", path=path) is None:
@@ -116,6 +122,7 @@ def debian(command: str) -> Callable[[Path], str]:
 EXTRAS: Mapping[str, Callable[[Path], str]] = {
     "tensorflow": tensorflow,
     "recipes": recipes,
+    "docs": docs,
     "grpc-js": grpc_js,
     **{command: debian(command) for command in DEBIAN},
 }
