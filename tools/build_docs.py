@@ -2,9 +2,9 @@
 
     python tools/build_docs.py
 
-README.md is the first page. Links to files that are no pages, such as examples and modules, lead to the repository
-if FASTSERVE_REPOSITORY_URL names it (https://host/owner/name/blob/main), and are plain text otherwise. A link to
-a page or a heading that is not there ends the build: mkdocs runs with --strict.
+README.md is the first page. Links to files that are no pages, such as examples and modules, lead to the
+repository if FASTSERVE_REPOSITORY_URL names it (https://host/owner/name/blob/main), else they are plain text.
+A link to a page or a heading that is not there ends the build: mkdocs runs with --strict.
 """
 
 import os
