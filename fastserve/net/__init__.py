@@ -11,9 +11,10 @@ from fastserve.net.compression import inflate
 from fastserve.net.listener import HttpListener
 from fastserve.net.request import Call, Endpoint, ReplyStream
 from fastserve.net.router import HttpDialect, Route
-from fastserve.net.sockets import check_free, shown
+from fastserve.net.sockets import AddressError, check_free, shown
 
 __all__ = [
+    "AddressError",
     "Call",
     "Endpoint",
     "HttpDialect",

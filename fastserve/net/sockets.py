@@ -24,6 +24,14 @@ from collections.abc import Iterator
 UNIX = "unix:"
 
 
+class AddressError(OSError):
+    """An address that cannot be listened on; `place` is the address as settings write it."""
+
+    def __init__(self, errno: int | None, text: str, place: str) -> None:
+        super().__init__(errno, text)
+        self.place = place
+
+
 class SocketFile:
     """The file of a listening UNIX socket."""
 
@@ -163,8 +171,9 @@ def _named(address: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        text = f"cannot listen on {shown(address, port)}: {error.strerror or error}"
-        raise OSError(error.errno, text) from error
+        place = shown(address, port)
+        text = f"cannot listen on {place}: {error.strerror or error}"
+        raise AddressError(error.errno, text, place) from error
 
 
 def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:

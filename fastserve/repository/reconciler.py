@@ -141,7 +141,7 @@ class Reconciler:
         """Load one version unless it is current. While it loads, an older instance goes on serving."""
         if self._is_current(model, folder, config):
             return
-        origin = _origin(config, folder)
+        origin, asked = _origin(config, folder), time.monotonic()
         try:
             version = Version(model.name, folder.number, folder.folder, config)
         except ConfigError as fault:  # a signature that fits no tensor
@@ -160,7 +160,8 @@ class Reconciler:
         self._failures.pop((model.name, folder.number), None)
         self._origins[version] = origin
         self._catalog.move(version, VersionState.AVAILABLE)
-        log.info("model %s version %d is available", model.name, version.number)
+        after_s = round(time.monotonic() - asked, 2)
+        log.info("model %s version %d is available", model.name, version.number, extra={"after_s": after_s})
         if replaces and served is not None:
             self._catalog.put(version)
             await self._unload(served)

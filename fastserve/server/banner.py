@@ -1,12 +1,19 @@
-"""The banner that a ready server prints: its addresses, and requests to paste."""
+"""Words for the operator who starts a server: the banner of a ready one, with addresses and requests to paste,
+and what to do about a start that failed."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import socket
+from difflib import get_close_matches
+from pathlib import Path
 
+from fastserve.errors import ConfigError
 from fastserve.metrics import Readiness
+from fastserve.net import AddressError
 from fastserve.settings import Listener, Settings
 from fastserve.settings.server_settings import names_file
 
@@ -18,6 +25,8 @@ SEVEN = (
     "0,0,13,16,16,13,7,0, 0,0,3,9,16,5,0,0, 0,0,0,12,14,0,0,0, 0,0,0,12,8,0,0,0"
 )
 
+
+MODELS_SHOWN = 8
 
 EMPTY = (
     "There is no model in {folder}: a model is a folder such as {folder}/NAME, with a model.yaml and a "
@@ -32,9 +41,15 @@ IN_PROCESS = (
 
 
 def banner_text(
-    settings: Settings, http: tuple[Listener, ...], grpc: tuple[Listener, ...], readiness: Readiness
+    settings: Settings,
+    http: tuple[Listener, ...],
+    grpc: tuple[Listener, ...],
+    readiness: Readiness,
+    *,
+    at_terminal: bool = False,
 ) -> str:
-    """Return a few lines for a person at a terminal."""
+    """Return a line for scripts and people: the addresses, and what is wrong; and then, of the demo and at a
+    terminal, what to try."""
     secure = bool(settings.tls.cert)
     places = [_place("http", secure, listener) for listener in http]
     places += [_place("grpc", secure, listener) for listener in grpc]
@@ -53,7 +68,75 @@ def banner_text(
         if settings.allow_metrics:
             place = _place("http", secure, ports[0])
             lines.append(f"and, in a browser, to see what it does: {place}/console")
+    elif at_terminal and ports and readiness.models:
+        lines += list_models(settings, ports[0], readiness)
     return "\n".join(lines)
+
+
+def list_models(settings: Settings, listener: Listener, readiness: Readiness) -> list[str]:
+    """Return lines that name the models and places to look at them."""
+    ready = [name for name, state in readiness.models.items() if state.ready]
+    more = f" and {len(ready) - MODELS_SHOWN} more" if len(ready) > MODELS_SHOWN else ""
+    lines = [f"models: {', '.join(ready[:MODELS_SHOWN])}{more}"] if ready else []
+    root = _place("http", bool(settings.tls.cert), listener)
+    for every in ("[::]", "0.0.0.0"):  # no browser goes there
+        root = root.replace(f"//{every}:", "//localhost:")
+    if ready and (not listener.dialects or "kserve_v2" in listener.dialects):
+        lines.append(f"  curl {root}/v2/models/{ready[0]}")
+    if settings.allow_metrics and (not listener.dialects or "ops" in listener.dialects):
+        lines.append(f"and, in a browser, to see what they do: {root}/console")
+    return lines
+
+
+def advise(settings: Settings, error: Exception) -> str:
+    """Return what to do about a failed start, to stand behind its error; "" where that says so itself."""
+    if isinstance(error, AddressError):
+        return _advise_of_address(settings, error)
+    folder = Path(settings.repository)
+    if isinstance(error, ConfigError) and settings.repository not in ("", "demo") and not folder.exists():
+        return _advise_of_folder(folder.absolute())
+    return ""
+
+
+def _advise_of_address(settings: Settings, error: AddressError) -> str:
+    named = {"listen": settings.listen, "http": settings.http, "grpc": settings.grpc}
+    flags = [f"--{name} HOST:PORT" for name, found in named.items() if error.place in _places(found)]
+    other = flags[0] if flags else "another address"
+    if error.place.startswith("unix:"):
+        return ""
+    if isinstance(error.__cause__, socket.gaierror):
+        return (
+            f"; give an address of this machine: {other}, where HOST is 127.0.0.1, or 0.0.0.0 for all of them"
+        )
+    if error.errno == errno.EADDRINUSE:
+        port = error.place.rpartition(":")[2]
+        return f"; stop what listens there (`ss -ltnp sport = :{port}` names it), or choose another: {other}"
+    if error.errno == errno.EACCES:
+        return f"; ports below 1024 are for root: choose a higher one, {other}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"; this machine does not have that address: {other}, where HOST is 127.0.0.1, or 0.0.0.0 for all"
+        )
+    return ""
+
+
+def _places(listeners: tuple[Listener, ...]) -> list[str]:
+    return [listener.address for listener in listeners]
+
+
+def _advise_of_folder(folder: Path) -> str:
+    """Return where the folder was looked for, and one beside it whose name is near."""
+    beside = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
+    near = get_close_matches(folder.name, beside, 1, 0.6)
+    return f"; there is no {folder}" + (f", did you mean {folder.parent / near[0]}?" if near else "")
+
+
+def is_terminal(descriptor: int) -> bool:
+    """Return whether a person reads the descriptor."""
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
 
 
 def _place(name: str, secure: bool, listener: Listener) -> str:

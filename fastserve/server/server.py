@@ -26,12 +26,13 @@ from fastserve.net.access_control import Opening
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
-from fastserve.server.banner import announce, banner_text, fill_standard_streams
+from fastserve.server.banner import advise, announce, banner_text, fill_standard_streams, is_terminal
 from fastserve.server.dialect_selection import recorded_reader, warn_of_exposures
 from fastserve.server.front import Front, FrontGauges, all_listeners
 from fastserve.server.front_messages import OwnerModelControl
 from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
+from fastserve.server.progress import StartProgress, find_terminal
 from fastserve.serving.dialect import refuse_to_stop
 from fastserve.settings import ModelEntry, Settings, TFServingOptions
 from fastserve.settings.fields import convert
@@ -189,7 +190,8 @@ class Server:
         self.fronts.on_silent = self._health_changed
         self._gauges = FrontGauges(self.registry)
         self._starting, self._draining, self._stop_asked = True, False, False
-        self.repository.on_listed = self.front.opening.list_models
+        self.progress = StartProgress()
+        self.repository.on_listed, self.repository.on_settled = self._models_listed, self._model_settled
         self._beat: asyncio.TimerHandle | None = None
         self.catalog.on_change.append(self._version_changed)
         self.catalog.on_blame.append(lambda model: self._health_changed())
@@ -208,15 +210,18 @@ class Server:
             await self.fronts.open(*self.front.addresses())
             self._models_file.open()
         except BaseException:
+            self.progress.end()
             await self.drain(0)
             raise
+        self.progress.end()
         self._starting = False
         self.front.opening.finish()
         self._health_changed()
         await self.fronts.settle()  # every front answers by the time that the start is reported
         http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
         warn_of_exposures(self.settings)
-        log.info("serving", extra={"http": http, "grpc": grpc})
+        start_s = round(self.progress.seconds, 2)
+        log.info("serving", extra={"http": http, "grpc": grpc, "start_s": start_s})
 
     async def drain(self, grace_s: float, delay_s: float = 0.0) -> None:
         """Be not ready for `delay_s` seconds, so that load balancers turn away; then stop.
@@ -249,6 +254,14 @@ class Server:
         self.front.renew_certificates()
         self.fronts.tell_renewal()
 
+    def _models_listed(self) -> None:
+        self.progress.begin(self.catalog.starting)
+        self.front.opening.list_models()
+
+    def _model_settled(self, name: str) -> None:
+        model = self.catalog.models[name]
+        self.progress.settle(name, failed=model.error is not None or model.latest is None)
+
     def _version_changed(self, version: Version) -> None:
         self.fronts.tell_catalog()
         self._health_changed()
@@ -278,6 +291,7 @@ class Server:
         self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
         self.front.heartbeat.beat()
         self.front.give_back_memory()
+        self.progress.look()
         self._gauges.beat(self.front.listeners(), BEAT_S)
         self._gauges.show_memory(self.front.budget)
         self._gauges.show_certificate(self.front.tls)
@@ -294,6 +308,8 @@ async def serve(settings: Settings) -> int:
     for number in STOP_SIGNALS:  # before the models load: a stop during a long load is a stop
         loop.add_signal_handler(number, _on_signal, stop)
     server = Server(settings)
+    if settings.log.format == "text":
+        server.progress = StartProgress(find_terminal())
     forced = asyncio.Event()
 
     def stop_for_client(force: bool) -> None:
@@ -314,7 +330,8 @@ async def serve(settings: Settings) -> int:
     opening.result()
     keep_freed_memory()
     gc_freeze()
-    announce(banner_text(settings, *server.front.addresses(), server.front.readiness))
+    places, readiness = server.front.addresses(), server.front.readiness
+    announce(banner_text(settings, *places, readiness, at_terminal=is_terminal(1)))
     await stopping
     return await _stop(server, forced=forced.is_set())
 
@@ -369,7 +386,7 @@ def _leave_threads(settings: Settings, status: int) -> None:
 
 
 def _give_up(settings: Settings, error: Exception) -> None:
-    reason = getattr(error, "strerror", None) or str(error)
+    reason = f"{getattr(error, 'strerror', None) or error}{advise(settings, error)}"
     if settings.log.format == "json":
         log.critical("the server could not start: %s", reason)
     else:

@@ -51,6 +51,13 @@ def test_one_folder_too_deep(tmp_path: Path) -> None:
     assert "is one model (it holds 1/model.py); give the folder above it" in refused(str(root / "m"))
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    said = refused(str(tmp_path / "model"))
+    assert said.startswith(f'fastserve: repository: given "{tmp_path}/model", allowed: a folder that exists')
+    assert said.endswith(f"; there is no {tmp_path}/model, did you mean {tmp_path}/models?")
+
+
 def test_a_folder_without_models(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "notes").mkdir()

@@ -230,9 +230,10 @@ def test_an_address_in_use_is_named_before_any_model_loads(tmp_path, transport, 
         words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--frontends", fronts]
         done = subprocess.run([*words, *options[transport]], capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
-    assert (
-        done.stderr.decode().splitlines()[-1]
-        == f"fastserve: cannot listen on {place}: Address already in use"
+    port, said = place.rpartition(":")[2], done.stderr.decode().splitlines()[-1]
+    assert said == (
+        f"fastserve: cannot listen on {place}: Address already in use; stop what listens there (`ss -ltnp "
+        f"sport = :{port}` names it), or choose another: --{transport} HOST:PORT"
     )
     assert b"Traceback" not in done.stderr
     assert not (tmp_path / "loading").exists()
@@ -244,4 +245,6 @@ def test_an_address_that_cannot_be_had(tmp_path, place):
     words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--http", place, "--grpc", "off"]
     done = subprocess.run(words, capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
-    assert done.stderr.decode().splitlines()[-1].startswith(f"fastserve: cannot listen on {place}: ")
+    said = done.stderr.decode().splitlines()[-1]
+    assert said.startswith(f"fastserve: cannot listen on {place}: ")
+    assert "--http HOST:PORT, where HOST is 127.0.0.1" in said
