@@ -105,14 +105,14 @@ class FailedRequests:
 
 log = logging.getLogger(__name__)
 
-# One section: room for some two hundred model versions. The file is sparse: pages cost when written.
-SERIES_MAX = 4096
+# One section: room for 250 model versions, 30 series each. The file is sparse: pages cost when written.
+SERIES_MAX = 8192
 
-TEXT_BYTES_MAX = 1 << 20
+TEXT_BYTES_MAX = 1 << 22
 
-SLOTS_MAX = 1 << 16
+SLOTS_MAX = 1 << 18
 
-FAMILY_SERIES_MAX = 1024  # so that one metric with runaway labels cannot take the room of the others
+FAMILY_SERIES_MAX = 2048  # so that one metric with runaway labels cannot take the room of the others
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
