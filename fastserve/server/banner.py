@@ -1,5 +1,5 @@
-"""Words for the operator who starts a server: the banner of a ready one, with addresses and requests to paste,
-and what to do about a start that failed."""
+"""Words for the operator who starts a server: the banner of a ready one, with requests to paste, and what to
+do about a start that failed."""
 
 from __future__ import annotations
 
