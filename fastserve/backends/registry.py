@@ -97,6 +97,16 @@ BACKENDS = {
             needs_tensors=True,
         ),
         BackendEntry(
+            "python_stream",
+            "fastserve.backends.frameworks.python_stream:PythonStreamBackend",
+            takes="requests",
+            streams=True,
+            gpu=True,
+            model_file="model.py",
+            needs_tensors=True,
+            listed=False,
+        ),
+        BackendEntry(
             "onnx",
             "fastserve.backends.frameworks.onnx:OnnxBackend",
             gpu=True,

@@ -221,7 +221,16 @@ def parse_model_config(
         options = Options(decoupled=True, parts_if_asked=True, optional_inputs=list(OPTIONAL_INPUTS))
     elif native.backend == "script_stream":
         options = Options(decoupled=True, parts_if_asked=True)
+    elif native.backend == "python_stream":
+        options = Options(decoupled=True)
     return _place(ModelConfig(**msgspec.structs.asdict(native), options=options), origin)
+
+
+def with_streams(config: ModelConfig) -> ModelConfig:
+    """Return the config of a Python model whose `run` yields: it has a process of its own, and any number of
+    answers to a request."""
+    options = msgspec.structs.replace(config.options, decoupled=True)
+    return msgspec.structs.replace(config, backend="python_stream", options=options, shared_worker="")
 
 
 def _place(config: ModelConfig, origin: str) -> ModelConfig:

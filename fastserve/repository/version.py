@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from fastserve.codec.text import Info
 from fastserve.errors import ServeError
-from fastserve.repository.model_config import ModelConfig, build_specs
+from fastserve.repository.model_config import ModelConfig, build_specs, with_streams
 from fastserve.repository.signature import Signature, build_signatures, with_signatures
 from fastserve.repository.triton_config.conversion import amend, with_tensors
 from fastserve.settings import VersionPolicy
@@ -94,8 +94,10 @@ class Version:
         self.signatures = build_signatures(self.config, self.inputs, self.outputs)
 
     def amend(self, fields: Mapping[str, Any]) -> None:
-        """Take over what the model itself says of fields of its config.pbtxt. Raises ConfigError."""
-        self.config = amend(self.config, fields)
+        """Take over what the model itself says of fields of its config.pbtxt; of a model.yaml, that its `run`
+        yields. Raises ConfigError."""
+        native = self.config.triton is None
+        self.config = with_streams(self.config) if native else amend(self.config, fields)
 
     def end(self) -> None:
         """Drop the attachments that are of no use once the version has ended."""

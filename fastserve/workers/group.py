@@ -160,7 +160,8 @@ class WorkerGroup:
         self, number: int, order: Mapping[str, Any], config: Mapping[str, Any], on_call: OnCall | None
     ) -> Instance:
         device, environment = place_worker(config, number, self._environment)
-        own = {**order, "config": {**config, **device}}
+        limit = {"run_timeout_ms": 0} if self._in_process else {}  # a thread cannot be killed
+        own = {**order, "config": {**config, **device, **limit}}
         key = place_in(config, number) if self._shared is not None else None
         make: Callable[[OnMessage, OnExit], Child]
         if self._in_process:

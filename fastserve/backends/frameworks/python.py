@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastserve.backends.base import read_specs
+from fastserve.backends.base import CompletedConfig, read_specs
 from fastserve.backends.outputs import OutputCheck
 from fastserve.errors import ConfigError
 from fastserve.settings.model_options import may_isolate
@@ -160,6 +160,10 @@ def _raised_by_code(error: BaseException) -> bool:
     return opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
+STREAMS = {"model_transaction_policy": {"decoupled": True}}
+"""Completes the configuration of a model whose `run` yields (python_stream.py)."""
+
+
 class PythonBackend:
     """Runs the model's own class."""
 
@@ -181,12 +185,12 @@ class PythonBackend:
         for field in ("inputs", "outputs"):
             if not getattr(self, field):
                 raise ConfigError(f"a python model must declare its {field} in model.yaml")
-        factory = import_class(self._version_dir, str(self._config.get("class") or "Model"))
-        check_takes_one(factory, f"class {factory.__name__!r}", "def __init__(self, config)")
-        self._model = factory(describe_model(self._config, self._version_dir, self._instance))
-        if not callable(getattr(self._model, "run", None)):
-            raise ConfigError(f"class {factory.__name__!r} has no method run(self, inputs)")
-        check_takes_one(self._model.run, "run", "def run(self, inputs)")
+        self._model = open_class(self._config, self._version_dir, self._instance)
+        check_run(self._model)
+        if yields(self._model.run):
+            if self._config.get("device_tensors"):
+                raise ConfigError("device_tensors: given true, allowed: false for a run that yields")
+            raise CompletedConfig(STREAMS)
         if inspect.iscoroutinefunction(self._model.run):
             raise ConfigError("run must be a plain function: a worker runs one batch at a time")
         self._run = CopyOnWrite(self._model.run, again=may_isolate(self._config))
@@ -222,6 +226,26 @@ class PythonBackend:
         del model
         if self._on_device is not None:
             self._on_device.close()
+
+
+def open_class(config: Mapping[str, Any], version_dir: Path, instance: int) -> Any:
+    """Return an instance of the model's class. Raises what the model raises, and ConfigError when the class
+    does not fit."""
+    factory = import_class(version_dir, str(config.get("class") or "Model"))
+    check_takes_one(factory, f"class {factory.__name__!r}", "def __init__(self, config)")
+    return factory(describe_model(config, version_dir, instance))
+
+
+def check_run(model: Any) -> None:
+    """Raise ConfigError for a model without a method run(self, inputs)."""
+    if not callable(getattr(model, "run", None)):
+        raise ConfigError(f"class {type(model).__name__!r} has no method run(self, inputs)")
+    check_takes_one(model.run, "run", "def run(self, inputs)")
+
+
+def yields(run: Any) -> bool:
+    """Return whether `run` is a generator function, or an async one."""
+    return inspect.isgeneratorfunction(run) or inspect.isasyncgenfunction(run)
 
 
 def open_tensors(config: Mapping[str, Any], inputs: Any, outputs: Any) -> Any:

@@ -145,8 +145,13 @@ class ScriptJsonBackend:
         if made.kind == "arrays" or (made.kind == "stream") != self.decoupled:
             raise ConfigError(f"{made.name} is a model of another kind than it was")
         self._reader = self._steps.reader(batched=self._batched)
+        if self.decoupled:
+            self.open_line()
+
+    def open_line(self) -> None:
+        """Begin to run what answers in parts."""
         limit_ms = int(self._config.get("run_timeout_ms", 0))
-        self._line = AsyncLine(limit_ms=limit_ms, overdue=self._say_overdue) if self.decoupled else None
+        self._line = AsyncLine(limit_ms=limit_ms, overdue=self._say_overdue)
 
     def execute(self, requests: list[InferenceRequest], failed: OnFailure) -> Sequence[Any] | None:
         """Answer a batch. Raises, for several requests that go through one call, what that call raises."""
@@ -187,7 +192,7 @@ class ScriptJsonBackend:
             value = self._decoded(request)
             steps = self._steps
             found = steps.predict(*value[0], **value[1])
-            return self._pack(found if steps.encode is None else steps.encode(found))
+            return self.pack(found if steps.encode is None else steps.encode(found))
         except Exception as error:
             return self._refuse(request, error)
 
@@ -217,25 +222,33 @@ class ScriptJsonBackend:
             return [self._refuse(requests[0], error)]
         for at, one in zip(places, found, strict=True):
             try:
-                answers[at] = self._pack(one if steps.encode is None else steps.encode(one))
+                answers[at] = self.pack(one if steps.encode is None else steps.encode(one))
             except Exception as error:
                 answers[at] = self._refuse(requests[at], error)
         return answers
 
     def _decoded(self, request: InferenceRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what predict is called with. Raises ServeError, and what decode raises."""
-        assert self._reader is not None
-        positional, named = self._reader.read(body_of(request))
+        positional, named = self.arguments(request)
         if self._steps.decode is None:
             return positional, named
         return (self._steps.decode(*positional, **named),), {}
 
+    def arguments(self, request: InferenceRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that a request brings. Raises ServeError."""
+        assert self._reader is not None
+        return self._reader.read(body_of(request))
+
     # --- any number of answers ---
+
+    def is_whole(self, request: InferenceRequest) -> bool:
+        """Return whether a request takes all parts as one answer."""
+        return not request.plain_parameters.get(STREAM)
 
     async def _answer_stream(self, request: InferenceRequest) -> None:
         """Answer one request, by as many parts as its client takes and the model yields."""
         sender: ResponseSender = request.get_response_sender()
-        whole = not request.plain_parameters.get(STREAM)
+        whole = self.is_whole(request)
         parts: list[Any] = []
         try:
             async with aclosing(self._parts(request)) as found:
@@ -245,13 +258,13 @@ class ScriptJsonBackend:
                     if whole and yields:
                         parts.append(part)
                         continue
-                    answer = self._pack(part)
+                    answer = self.pack(part)
                     if not yields:
                         sender.send(answer, 1)
                         return
                     await asyncio.to_thread(sender.send, answer, 0)
             if whole:
-                sender.send(self._pack(parts), 1)
+                sender.send(self.pack(parts), 1)
             else:
                 sender.send(None, 1)
         except BaseException as error:  # a coroutine that is cancelled answers as well
@@ -261,10 +274,9 @@ class ScriptJsonBackend:
 
     async def _parts(self, request: InferenceRequest) -> Any:
         """Yield what the model answers, each with whether it was yielded."""
-        assert self._reader is not None
         assert self._line is not None
         steps, limited = self._steps, self._line.limited
-        positional, named = self._reader.read(body_of(request))
+        positional, named = self.arguments(request)
         if steps.decode is not None:
             async with limited():
                 positional, named = (await _awaited(steps.decode(*positional, **named)),), {}
@@ -303,7 +315,7 @@ class ScriptJsonBackend:
 
     # --- answers ---
 
-    def _pack(self, value: Any) -> Any:
+    def pack(self, value: Any) -> Any:
         """Return a value as an answer. Raises TypeError for one that JSON has no form for."""
         requests, tensor = self._api
         told = None

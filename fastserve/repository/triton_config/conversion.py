@@ -40,6 +40,7 @@ from fastserve.repository.triton_config.messages import (
     ModelSequenceBatchingControl,
     ModelSequenceBatchingControlInput,
     ModelSequenceBatchingState,
+    ModelTransactionPolicy,
     ModelVersionPolicy,
     ModelWarmup,
     TritonConfig,
@@ -285,8 +286,14 @@ def triton_view(config: ModelConfig, name: str) -> TritonConfig:
         output=[_shown(ModelOutput, key, tensor) for key, tensor in config.outputs.items()],
         dynamic_batching=dynamic if config.batching else None,
         instance_group=_groups_of(config),
+        model_transaction_policy=ModelTransactionPolicy(decoupled=True) if _only_parts(config) else None,
     )
     return fill_defaults(made, name)
+
+
+def _only_parts(config: ModelConfig) -> bool:
+    """Return whether every request has any number of answers."""
+    return config.options.decoupled and not config.options.parts_if_asked
 
 
 def _groups_of(config: ModelConfig) -> list[ModelInstanceGroup]:
