@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fastserve.backends.script.array_type import Array as Array
     from fastserve.backends.script.backend import Response as Response
     from fastserve.backends.script.declaration import model as model
+    from fastserve.backends.script.remote import remote as remote
     from fastserve.service import BatchedService as BatchedService
     from fastserve.service import VectorTransformer as VectorTransformer
 
@@ -22,6 +23,7 @@ __all__ = [
     "VectorTransformer",
     "__version__",
     "model",
+    "remote",
     "serve",
 ]
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ _PLACES = {
     "Response": "fastserve.backends.script.backend",
     "VectorTransformer": "fastserve.service",
     "model": "fastserve.backends.script.declaration",
+    "remote": "fastserve.backends.script.remote",
     "serve": "fastserve.app.calls",
 }
 

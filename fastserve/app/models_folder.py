@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ def by_name(models: Iterable[ScriptModel]) -> dict[str, list[ScriptModel]]:
     for name, versions in found.items():
         first = versions[0]
         for other in versions[1:]:
-            alike = (other.kind, other.inputs, other.outputs, other.options)
-            if alike != (first.kind, first.inputs, first.outputs, first.options):
+            alike = (other.kind, other.inputs, other.outputs, other.options, other.uses)
+            if alike != (first.kind, first.inputs, first.outputs, first.options, first.uses):
                 raise ConfigError(
                     f"{name}: version {other.version} differs from {first.version} in its types"
                 )
@@ -52,13 +52,38 @@ def by_name(models: Iterable[ScriptModel]) -> dict[str, list[ScriptModel]]:
 def configs_of(models: Iterable[ScriptModel], file: Path, stamp: str = "") -> dict[str, dict[str, Any]]:
     """Return the fields of model.yaml of each model. Raises ConfigError."""
     configs = {}
-    for name, versions in by_name(models).items():
+    found = by_name(models)
+    check_uses({name: versions[0].uses for name, versions in found.items()})
+    for name, versions in found.items():
         paths = {str(one.version): one.path for one in versions}
         config = versions[0].config(str(file), paths, stamp)
         if len(versions) > 1:
             config.setdefault("version_policy", "all")
         configs[name] = config
     return configs
+
+
+def check_uses(uses: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError for a model that calls one that there is not, or itself by a circle of calls: its
+    workers would wait for one another."""
+    for name, used in uses.items():
+        for other in used:
+            if other not in uses:
+                raise ConfigError(f"{name}: uses: there is no model {other!r}, allowed: {', '.join(uses)}")
+    done: set[str] = set()
+    for first in uses:
+        way, left = [first], [iter(uses[first])]
+        while left:
+            following = next((one for one in left[-1] if one not in done), None)
+            if following is None:
+                done.add(way.pop())
+                left.pop()
+            elif following in way:
+                circle = [*way[way.index(following) :], following]
+                raise ConfigError(f"{following}: uses: a circle of calls: {' -> '.join(circle)}")
+            else:
+                way.append(following)
+                left.append(iter(uses[following]))
 
 
 def list_paths(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

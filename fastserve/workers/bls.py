@@ -28,7 +28,7 @@ from fastserve.backends.triton_api.requests import InferenceRequest, InferenceRe
 from fastserve.backends.triton_api.tensor import Tensor as TritonTensor
 from fastserve.backends.triton_api.tensor import TritonModelException
 from fastserve.codec.slab_contents import RequestNote, read_answer_note, write_note
-from fastserve.errors import Kind
+from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import open_slab_codec, read_array
 from fastserve.workers.control import ControlChannel, ControlFault, PeerGone, in_pieces
@@ -104,6 +104,18 @@ class BlsClient:
         try:
             answer = self._next(call)
             return self._response(answer) if answer else _failed(NO_RESPONSE)
+        finally:
+            self._leave(call)
+
+    def answer(self, request: InferenceRequest) -> InferenceResponse:
+        """Send a request and return its response. Raises ServeError of the other model's kind, and
+        UNAVAILABLE where the server is stopping."""
+        call = self._begin(request, many=False)
+        try:
+            answer = self._next(call) or {"kind": Kind.INTERNAL.value, "message": NO_RESPONSE}
+            if "kind" in answer:
+                raise ServeError(Kind(answer["kind"]), answer["message"])
+            return self._response(answer)
         finally:
             self._leave(call)
 

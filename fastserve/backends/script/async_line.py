@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +55,8 @@ class AsyncLine:
 
     async def take_turn(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a step, of which one runs at a time."""
-        return await self._loop.run_in_executor(self._turns, self._run_step, step, arguments)
+        context = copy_context()  # of the request, for what it calls
+        return await self._loop.run_in_executor(self._turns, context.run, self._run_step, step, arguments)
 
     def close(self) -> None:
         """Stop the loop and the threads."""

@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from fastserve.backends.script.async_line import AsyncLine
 from fastserve.backends.script.declaration import BODY, ModelSteps, ScriptModel
 from fastserve.backends.script.json_body import BodyReader, write_json
 from fastserve.backends.script.loading import load_script
+from fastserve.backends.script.remote import running
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.model_options import may_isolate
 
@@ -142,6 +143,7 @@ class ScriptJsonBackend:
 
         self._api = requests, tensor
         made, self._steps = open_model(self._config, self._folder)
+        self._model = made
         if made.kind == "arrays" or (made.kind == "stream") != self.decoupled:
             raise ConfigError(f"{made.name} is a model of another kind than it was")
         self._reader = self._steps.reader(batched=self._batched)
@@ -158,11 +160,17 @@ class ScriptJsonBackend:
         if self._line is not None:
             self._channel = model_callbacks.channel_of_thread()
             for request in requests:
-                self._line.start(self._answer_stream(request))
+                with self._running([request]):
+                    self._line.start(self._answer_stream(request))
             return None
         if self._batched:
-            return self._answer_batch(requests)
-        return [self._answer(request) for request in requests]
+            with self._running(requests):
+                return self._answer_batch(requests)
+        answers = []
+        for request in requests:
+            with self._running([request]):
+                answers.append(self._answer(request))
+        return answers
 
     def run(self, inputs: Any) -> Any:
         """Raise NotImplementedError: a body cannot be made up for a warm-up."""
@@ -179,6 +187,13 @@ class ScriptJsonBackend:
             line.close()
         steps, self._steps = self._steps, None
         close_model(steps)
+
+    def _running(self, requests: Sequence[InferenceRequest]) -> AbstractContextManager[None]:
+        """Let the model call those that it uses, in what is left of the requests' time."""
+        if not self._model.uses:
+            return nullcontext()
+        limit_us = 1000 * int(self._config.get("run_timeout_ms", 0))
+        return running(self._model, limit_us, *(request.timeout() for request in requests))
 
     def _say_overdue(self) -> None:
         log.error("the model has not given way within run_timeout_ms: its worker is ended")

@@ -10,9 +10,10 @@ made then: classes are called in the workers alone.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
@@ -22,6 +23,8 @@ from fastserve.backends.script.json_body import BodyReader
 BODY = "body"
 OUTPUT = "output"
 BACKENDS = {"arrays": "script", "json": "script_json", "stream": "script_stream"}
+DECLARED = "__fastserve_model__"
+"""The attribute of a function or class that was declared; its value is the ScriptModel."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _PATH = re.compile(r"/[A-Za-z0-9._~/-]{1,256}")
 RESERVED = re.compile(r"/(v2|console|metrics|healthz)(/.*)?")
@@ -41,6 +44,8 @@ class ScriptModel:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    uses: tuple[str, ...] = ()
+    """Names of models that it calls by `fastserve.remote`."""
 
     @property
     def key(self) -> str:
@@ -51,7 +56,9 @@ class ScriptModel:
         """Return the fields of its model.yaml. `paths` are those of all versions, by number; a change of
         `stamp` loads the model anew."""
         options = dict(self.options)
-        script = {"file": file, "paths": dict(paths), **({"stamp": stamp} if stamp else {})}
+        script: dict[str, Any] = {"file": file, "paths": dict(paths)}
+        script |= {"stamp": stamp} if stamp else {}
+        script |= {"uses": list(self.uses)} if self.uses else {}
         parameters = {**options.pop("parameters", {}), "script": script}
         fixed = {"backend": BACKENDS[self.kind], "inputs": dict(self.inputs), "outputs": dict(self.outputs)}
         if self.kind != "arrays":
@@ -75,7 +82,8 @@ def forget_declared() -> None:
 def model(target: Any = None, /, **options: Any) -> Any:
     """Declare a function or a class to be a model, and return it as it is.
 
-    `name` and `path` are what clients call it, `version` its number; `batch` is max_batch_size. All other
+    `name` and `path` are what clients call it, `version` its number; `batch` is max_batch_size; `uses` are
+    the models it calls by `fastserve.remote`, or their names. All other
     options are fields of model.yaml. Raises TypeError, ValueError for what cannot be served.
     """
     if target is None:
@@ -85,6 +93,8 @@ def model(target: Any = None, /, **options: Any) -> Any:
     if before is not None and _place(before.target) != _place(target):
         raise ValueError(f"there are two models {made.name!r} of version {made.version}: name= or version=")
     _declared[made.key] = made
+    with contextlib.suppress(AttributeError):  # of what takes no attributes, `remote` says so
+        setattr(target, DECLARED, made)
     return target
 
 
@@ -95,6 +105,7 @@ def declare(
     path: str = "",
     version: int = 1,
     batch: int | None = None,
+    uses: Iterable[Any] = (),
     **options: Any,
 ) -> ScriptModel:
     """Return what a function or class is as a model. Raises TypeError, ValueError."""
@@ -113,7 +124,12 @@ def declare(
     steps = ModelSteps.of(target, name)
     if batch is not None:
         options["max_batch_size"] = batch
+    used = names_of(name, uses)
     arrays = steps.arrays()
+    if arrays is not None and used:
+        raise TypeError(
+            f"{name}: uses: a function of Arrays runs rows of many callers and calls no other model"
+        )
     if arrays is not None:
         return ScriptModel(name, target, "arrays", version, path, True, arrays[0], arrays[1], options)
     options.setdefault("max_batch_size", 1)
@@ -124,7 +140,24 @@ def declare(
         raise ValueError(f"batch: given {options['max_batch_size']}, allowed: from 1")
     steps.reader(batched=batched)
     body = {BODY: {"dtype": "bytes", "shape": []}}
-    return ScriptModel(name, target, kind, version, path, batched, body, body, options)
+    return ScriptModel(name, target, kind, version, path, batched, body, body, options, used)
+
+
+def names_of(owner: str, uses: Iterable[Any]) -> tuple[str, ...]:
+    """Return the names of models that are given by name, or as what was declared. Raises TypeError."""
+    found = []
+    for one in (uses,) if isinstance(uses, str) or callable(uses) else uses:
+        made = getattr(one, DECLARED, None)
+        name = one if isinstance(one, str) else made.name if made is not None else None
+        if name is None:
+            raise TypeError(f"{owner}: uses: {getattr(one, '__name__', one)!r} is no model: @fastserve.model")
+        found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def steps_of(made: ScriptModel) -> ModelSteps:
+    """Return the steps of a declared model, which need not be set up."""
+    return ModelSteps.of(made.target, made.name)
 
 
 @dataclass(frozen=True, slots=True)

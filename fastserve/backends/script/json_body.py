@@ -62,6 +62,15 @@ class BodyReader:
         whole."""
         return self._names
 
+    def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Return the body of a call with these arguments, as values. Raises TypeError for arguments that the
+        function does not take."""
+        given = {**dict(zip(self._names, positional, strict=False)), **named}
+        unknown = [name for name in given if name not in self._names and not self._rest]
+        if unknown or len(positional) > len(self._names):
+            raise TypeError(f"the model takes {', '.join(self._names)}")
+        return next(iter(given.values()), {}) if self.whole else given
+
     def read(self, body: bytes | memoryview) -> Arguments:
         """Return positional and named arguments. Raises ServeError INVALID_ARGUMENT naming the member."""
         if self.whole:

@@ -145,6 +145,9 @@ class BlsChannel(Protocol):
     def call(self, request: InferenceRequest) -> InferenceResponse:
         """Send one request, and return its one response."""
 
+    def answer(self, request: InferenceRequest) -> InferenceResponse:
+        """Send one request, and return its one response. Raises ServeError of the other model's kind."""
+
     def stream(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
         """Send one request, and iterate over its responses."""
 
@@ -274,7 +277,7 @@ class InferenceRequest(WholeRequest):
         return Responses(result) if decoupled else result
 
     def _call(self, decoupled: bool, execution_timeout: int) -> Any:
-        line = _channel()
+        line = channel_of_models()
         if execution_timeout:
             self._timeout_us = execution_timeout
         return line.stream(self) if decoupled else line.call(self)
@@ -308,7 +311,8 @@ async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(bls.threads, work, *arguments)
 
 
-def _channel() -> BlsChannel:
+def channel_of_models() -> BlsChannel:
+    """Return the channel to other models. Raises TritonModelException while the model loads."""
     line = bls.of_thread.line or bls.line
     if line is None:
         raise TritonModelException("other models can be called from execute() only")
