@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fastserve.backends.script.array_type import Array as Array
     from fastserve.backends.script.backend import Response as Response
     from fastserve.backends.script.declaration import model as model
+    from fastserve.backends.script.multipart import File as File
     from fastserve.backends.script.remote import remote as remote
     from fastserve.service import BatchedService as BatchedService
     from fastserve.service import VectorTransformer as VectorTransformer
@@ -19,6 +20,7 @@ __all__ = [
     "App",
     "Array",
     "BatchedService",
+    "File",
     "Response",
     "VectorTransformer",
     "__version__",
@@ -32,6 +34,7 @@ _PLACES = {
     "App": "fastserve.app.calls",
     "Array": "fastserve.backends.script.array_type",
     "BatchedService": "fastserve.service",
+    "File": "fastserve.backends.script.multipart",
     "Response": "fastserve.backends.script.backend",
     "VectorTransformer": "fastserve.service",
     "model": "fastserve.backends.script.declaration",

@@ -152,11 +152,12 @@ class AppEndpoint:
         """Return the request of a free body. Raises ServeError."""
         body = await self.read_body(call)
         packed = await self.service.offload(len(body), pack_bytes, [bytes(body)])
-        return InferRequest(
-            {BODY: Tensor(DTYPES["bytes"], (1,), packed)},
-            request_id=call.request_id,
-            parameters={"stream": True} if stream else {},
-        )
+        parameters: dict[str, Any] = {"stream": True} if stream else {}
+        kind = call.header(b"content-type")
+        if kind and not kind.startswith(JSON):
+            parameters["content_type"] = kind.decode("latin-1")
+        body_tensor = {BODY: Tensor(DTYPES["bytes"], (1,), packed)}
+        return InferRequest(body_tensor, request_id=call.request_id, parameters=parameters)
 
     async def _stream(self, call: Call, version: Version) -> None:
         """Answer part by part: as events where the client takes events, else as lines of JSON."""

@@ -98,6 +98,11 @@ APP = """
         return fastserve.Response(b"GIF89a", "image/gif")
 
 
+    @fastserve.model
+    def weigh(image: bytes, more: list[fastserve.File] = [], name: str = ""):
+        return {"bytes": len(image), "files": [file.filename for file in more], "name": name}
+
+
     @fastserve.model(batch=8, max_queue_delay_us=100_000)
     def lengths(texts: list[str]) -> list[dict]:
         if "bad" in texts:
@@ -310,6 +315,19 @@ def test_bodies_beyond_the_limit(app: RunningApp) -> None:
     peer.endheaders()
     assert peer.getresponse().status == 413
     peer.close()
+
+
+def test_files_in_forms_and_bodies(app: RunningApp) -> None:
+    url = f"http://{app.http}/weigh"
+    with requests.Session() as session:
+        files = [("image", ("a.png", bytes(3_000_000))), ("more", ("b.txt", b"1")), ("more", ("c.txt", b""))]
+        reply = session.post(url, files=files, data={"name": "Ann"})
+        assert reply.json() == {"bytes": 3_000_000, "files": ["b.txt", "c.txt"], "name": "Ann"}
+        reply = session.post(url, data=bytes(5), headers={"Content-Type": "image/png"})
+        assert reply.json()["bytes"] == 5
+        assert session.post(url, json={"image": "AAAA"}).json()["bytes"] == 3
+        reply = session.post(url, files={"name": b"\xff", "image": b""})
+        assert (reply.status_code, reply.json()["error"].partition(":")[0]) == (400, "name")
 
 
 def test_classes(app: RunningApp) -> None:

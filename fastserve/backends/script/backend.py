@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 STREAM = "stream"
 """The parameter of a request whose client takes the answers one by one."""
 CONTENT_TYPE = "content_type"
-"""The parameter of an answer that is not JSON."""
+"""The parameter of a request's body, and of an answer, that is not JSON."""
 RAW = "application/octet-stream"
 
 
@@ -252,7 +252,7 @@ class ScriptJsonBackend:
     def arguments(self, request: InferenceRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that a request brings. Raises ServeError."""
         assert self._reader is not None
-        return self._reader.read(body_of(request))
+        return self._reader.read(body_of(request), content_type_of(request))
 
     # --- any number of answers ---
 
@@ -374,6 +374,11 @@ def body_of(request: InferenceRequest) -> bytes:
     if len(rows) != 1:
         raise ServeError(Kind.INVALID_ARGUMENT, f"{BODY}: given {len(rows)} texts of JSON, allowed: one")
     return bytes(rows[0])
+
+
+def content_type_of(request: InferenceRequest) -> str:
+    """Return what the client says its body is; "" for JSON."""
+    return str(request.plain_parameters.get(CONTENT_TYPE, ""))
 
 
 class Response:

@@ -16,18 +16,21 @@ import base64
 import binascii
 import inspect
 import io
-from collections.abc import Callable, Mapping
-from typing import Any, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from fastserve.backends.script.array_type import is_array
+from fastserve.backends.script.multipart import MEDIA_TYPE, File, media_type_of, read_parts
 from fastserve.errors import ServeError, invalid
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _EMPTY = inspect.Parameter.empty
 _UNTYPED = (_EMPTY, Any, object, dict, list, Mapping)
 _TEXT_MAX = 2000
+TEXTS = ("application/json", "application/x-www-form-urlencoded", "text/plain", "text/json")
+"""Media types of bodies that are read as JSON; the second is what curl says of any body."""
 
 
 class BodyReader:
@@ -44,9 +47,13 @@ class BodyReader:
         self._positional = [one.name for one in named if one.kind is one.POSITIONAL_ONLY]
         self.whole = len(named) == 1 and not self._rest and _takes_whole(named[0])
         self._names = [one.name for one in named]
+        self._kinds = _fields_of(named[0].annotation) if self.whole else {o.name: o.annotation for o in named}
+        needed = [one for one in named if one.default is _EMPTY] or named[:1]
+        alone = len(needed) == 1 and not self.whole and _is_binary(needed[0].annotation)
+        self._file = needed[0].name if alone else ""  # which may be the whole body
         try:
             if self.whole:
-                self._default = named[0].default
+                self._default, self._whole_kind = named[0].default, named[0].annotation
                 self._decoder: msgspec.json.Decoder[Any] = _decoder(named[0].annotation)
             else:
                 fields = [_field(one) for one in named]
@@ -71,8 +78,13 @@ class BodyReader:
             raise TypeError(f"the model takes {', '.join(self._names)}")
         return next(iter(given.values()), {}) if self.whole else given
 
-    def read(self, body: bytes | memoryview) -> Arguments:
+    def read(self, body: bytes | memoryview, content_type: str = "") -> Arguments:
         """Return positional and named arguments. Raises ServeError INVALID_ARGUMENT naming the member."""
+        media_type = media_type_of(content_type)
+        if media_type == MEDIA_TYPE:
+            return self._read_form(read_parts(body, content_type))
+        if media_type and self._file and media_type not in TEXTS and not media_type.endswith("+json"):
+            return self._read_form({self._file: [File(bytes(body), "", content_type)]})
         if self.whole:
             return self._read_whole(body)
         try:
@@ -87,6 +99,27 @@ class BodyReader:
         values = msgspec.structs.asdict(found)
         positional = tuple(values.pop(name) for name in self._positional)
         return positional, {**values, **more}
+
+    def _read_form(self, parts: Mapping[str, Sequence[File]]) -> Arguments:
+        """Return the arguments that the parts of a form are."""
+        given: dict[str, Any] = {}
+        for name, several in parts.items():
+            kind = self._kinds.get(name, Any)
+            values = [_value_of(name, one, kind) for one in several]
+            if len(values) > 1 and not _is_list(kind) and kind is not Any:
+                raise invalid(f"{name}: given {len(values)} times, allowed: once")
+            given[name] = values if _is_list(kind) or len(values) > 1 else values[0]
+        try:
+            if self.whole:
+                kind = Any if self._whole_kind in _UNTYPED else self._whole_kind
+                return (msgspec.convert(given, kind, strict=False, dec_hook=_decode),), {}
+            more = {n: given.pop(n) for n in [*given] if n not in self._names} if self._rest else {}
+            found = msgspec.convert(given, self._struct, strict=False, dec_hook=_decode)
+        except (msgspec.ValidationError, RecursionError) as fault:
+            raise _refusal(fault) from None
+        bound = msgspec.structs.asdict(found)
+        positional = tuple(bound.pop(name) for name in self._positional)
+        return positional, {**bound, **more}
 
     def _read_whole(self, body: bytes | memoryview) -> Arguments:
         if not len(body) and self._default is not _EMPTY:
@@ -108,6 +141,46 @@ def _takes_whole(parameter: inspect.Parameter) -> bool:
         return isinstance(origin, type) and issubclass(origin, Mapping)
     fields = ("__dataclass_fields__", "__struct_fields__", "model_fields", "__required_keys__", "_fields")
     return isinstance(kind, type) and any(hasattr(kind, name) for name in fields)
+
+
+def _fields_of(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields of a type with fields; nothing for others."""
+    try:
+        return get_type_hints(kind)
+    except (TypeError, NameError):
+        return {}
+
+
+def _kinds_in(kind: Any) -> list[Any]:
+    """Return a type, or those it is made of: of X | None, list[X], Annotated[X, ...]."""
+    inner = [found for one in get_args(kind) for found in _kinds_in(one)]
+    return inner or [kind]
+
+
+def _is_binary(kind: Any) -> bool:
+    """Return whether a form's part is bytes for this type, and not a text."""
+    return any(
+        one in (bytes, bytearray, File) or str(getattr(one, "__module__", "")).startswith("PIL.")
+        for one in _kinds_in(kind)
+    )
+
+
+def _is_list(kind: Any) -> bool:
+    return kind is list or get_origin(kind) in (list, tuple, set, Sequence)
+
+
+def _value_of(name: str, part: File, kind: Any) -> Any:
+    """Return what a part of a form is for a type. Raises ServeError naming the part."""
+    if _is_binary(kind):
+        return part if File in _kinds_in(kind) else part.content
+    if kind is Any and part.filename:
+        return part
+    try:
+        if media_type_of(part.media_type) == "application/json":
+            return msgspec.json.decode(part.content)
+        return part.content.decode()
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise invalid(f"{name}: the part is no text in UTF-8, or not the JSON that it says") from None
 
 
 def _field(parameter: inspect.Parameter) -> Any:
@@ -138,7 +211,9 @@ def _decode(kind: type, value: Any) -> Any:
     if kind.__module__.startswith("PIL."):
         from PIL import Image
 
-        return Image.open(io.BytesIO(decode_base64(value)))
+        return Image.open(io.BytesIO(value if isinstance(value, bytes) else decode_base64(value)))
+    if kind is File:
+        return value if isinstance(value, File) else File(decode_base64(value), "", _type_of_data(value))
     raise NotImplementedError(f"{kind.__name__} cannot be made from JSON")
 
 
@@ -167,6 +242,12 @@ def _validated(validate: Callable[[Any], Any], value: Any) -> Any:
             raise
         said = [f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in errors()[:10]]
         raise ValueError("; ".join(said)) from None
+
+
+def _type_of_data(value: Any) -> str:
+    """Return the media type of `data:image/png;base64,...`; "" of plain base64."""
+    head, comma, _ = str(value)[:256].partition(",")
+    return head[5:].removesuffix(";base64") if comma and head.startswith("data:") else ""
 
 
 def decode_base64(value: Any) -> bytes:
