@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from fastserve.cli.serve import NO_FLAG, ServeCommand, config_option, make_option, read_flags, show_all
+from fastserve.cli.serve import NO_FLAG, ServeCommand, config_option, help_all_option, make_option, read_flags
 from fastserve.errors import ConfigError
 from fastserve.settings import Settings, list_fields, load_settings
 from fastserve.settings.sources import read_environment
@@ -20,14 +20,7 @@ SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command(cls=ServeCommand, short_help="Serve the models of a script.")
 @click.argument("script", metavar="FILE.py", type=SCRIPT)
 @config_option()
-@click.option(
-    "--help-all",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=show_all,
-    help="Every flag there is.",
-)
+@help_all_option()
 @click.option("--reload", is_flag=True, help="Load the models anew when the script or its modules change.")
 def run(script: Path, config: Path | None, reload: bool, **flags: Any) -> None:
     """Serve the functions and classes that FILE.py declares with @fastserve.model.

@@ -146,6 +146,12 @@ def config_option(help: str = "Settings in YAML.") -> Callable[[Callable[..., An
     return click.option("--config", type=SETTINGS_FILE, envvar=CONFIG_VARIABLE, help=help)
 
 
+def help_all_option() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator that adds `--help-all`, of a ServeCommand."""
+    flag: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+    return click.option("--help-all", callback=show_all, help="Every flag there is.", **flag)
+
+
 @click.command(cls=ServeCommand, short_help="Serve a model repository.")
 @click.argument("repository", metavar="[DIR|FILE|demo]", required=False, shell_complete=complete_models)
 @click.option("--name", metavar="NAME", default="", help="What clients call the model of one FILE or folder.")
@@ -153,14 +159,7 @@ def config_option(help: str = "Settings in YAML.") -> Callable[[Callable[..., An
     "--allow-pickle", is_flag=True, help="Open a FILE that is a pickle, which runs its author's code."
 )
 @config_option()
-@click.option(
-    "--help-all",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=show_all,
-    help="Every flag there is.",
-)
+@help_all_option()
 def serve(repository: str | None, name: str, allow_pickle: bool, config: Path | None, **flags: Any) -> None:
     """Serve the models in DIR, one model by its file or folder, or the built-in demo models.
 

@@ -18,10 +18,9 @@ import numpy as np
 from fastserve.backends.llm.pooling import finish_vector, tell_vector
 from fastserve.backends.llm.protocols import Out, TextRequest
 from fastserve.backends.llm.scheduling import (
-    DeadlineQueue,
     DecodeState,
+    QueuedEngine,
     TextSequence,
-    WaitingQueue,
     check_prompt,
 )
 from fastserve.backends.model_errors import (
@@ -42,16 +41,15 @@ NO_TEXT = "this model makes vectors of texts, and writes none"
 Embed = Callable[[list[TextRequest]], Any]
 
 
-class EmbedEngine:
+class EmbedEngine(QueuedEngine):
     """A TextEngine. `embed` is called with up to `info.slots` texts."""
 
     def __init__(self, embed: Embed, info: Info, options: TextOptions, close: Callable[[], None]) -> None:
+        super().__init__(options)
         self.info = info
         self._embed, self._close, self._normalize = embed, close, bool(options.normalize)
         self._most = info.slots + options.max_waiting
-        self._waiting, self._deadlines = WaitingQueue(int(options.ageing_s * 1e9)), DeadlineQueue()
-        self._sequences: dict[int, tuple[TextSequence, TextRequest]] = {}
-        self._asked: dict[int, Finish] = {}
+        self._requests: dict[int, TextRequest] = {}
         self._number = 0
 
     def submit(self, request: TextRequest) -> None:
@@ -62,32 +60,13 @@ class EmbedEngine:
             text = f"{len(self._sequences)} requests wait already"
             raise ServeError(Kind.RESOURCE_EXHAUSTED, text, retry_after_s=1)
         self._number += 1
-        sequence = _make_sequence(request, self.info, self._number)
-        self._sequences[request.rid] = sequence, request
-        self._waiting.add(sequence)
-        if sequence.deadline_ns:
-            self._deadlines.add(sequence)
-
-    def cancel(self, rid: int, why: Finish) -> None:
-        """End a text at the next step; the first reason stays."""
-        if rid in self._sequences:
-            self._asked.setdefault(rid, why)
-
-    def pending(self) -> int:
-        """Texts submitted and not ended."""
-        return len(self._sequences)
+        self._add(_make_sequence(request, self.info, self._number))
+        self._requests[request.rid] = request
 
     def step(self, out: Out) -> bool:
         """The vectors of one batch."""
         now_ns = time.monotonic_ns()
-        for sequence in self._deadlines.late(now_ns):
-            self._asked.setdefault(sequence.rid, Finish.TIMEOUT)
-        for rid, why in self._asked.items():
-            if rid in self._sequences:
-                self._waiting.remove(self._sequences[rid][0])
-                self._end(rid)
-                out.end(rid, why)
-        self._asked.clear()
+        self._end_due(out, now_ns)
         batch = self._next_batch(now_ns)
         if batch:
             self._run(batch, out)
@@ -96,6 +75,7 @@ class EmbedEngine:
     def close(self) -> None:
         """Gives memory back; texts that have not ended get no record."""
         self._sequences.clear()
+        self._requests.clear()
         self._close()
 
     def _next_batch(self, now_ns: int) -> list[TextRequest]:
@@ -106,7 +86,8 @@ class EmbedEngine:
             if batch and longest * (len(batch) + 1) > MOST_TOKENS:
                 break
             self._waiting.remove(sequence)
-            batch.append(self._sequences[sequence.rid][1])
+            sequence.state = DecodeState.PREFILL
+            batch.append(self._requests[sequence.rid])
         return batch
 
     def _run(self, batch: list[TextRequest], out: Out, *, again: bool = False) -> None:
@@ -124,11 +105,11 @@ class EmbedEngine:
             if not isinstance(error, ServeError):
                 log.exception("the model failed on a text")
             extra = write_text(Extra(message=explain(error), kind=kind_of(error).value))
-            self._end(batch[0].rid)
+            self._end(self._sequences[batch[0].rid])
             out.end(batch[0].rid, Finish.FAILED, extra)
             return
         for request, vector in zip(batch, vectors, strict=True):
-            self._end(request.rid)
+            self._end(self._sequences[request.rid])
             out.end(request.rid, *tell_vector(finish_vector(vector, normalize=self._normalize)))
 
     def _vectors(self, batch: list[TextRequest]) -> np.ndarray:
@@ -140,8 +121,9 @@ class EmbedEngine:
             )
         return made
 
-    def _end(self, rid: int) -> None:
-        self._sequences.pop(rid)[0].state = DecodeState.ENDED
+    def _end(self, sequence: TextSequence) -> None:
+        del self._requests[sequence.rid]
+        super()._end(sequence)
 
 
 def _make_sequence(request: TextRequest, info: Info, number: int) -> TextSequence:

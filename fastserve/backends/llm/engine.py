@@ -19,13 +19,12 @@ from fastserve.backends.llm.pooling import make_pool, tell_vector
 from fastserve.backends.llm.protocols import Chunk, ModelRunner, Out, StepPlan, TextRequest
 from fastserve.backends.llm.sampling import BatchSampler
 from fastserve.backends.llm.scheduling import (
-    DeadlineQueue,
     DecodeState,
     Prefill,
     PrefillBudget,
+    QueuedEngine,
     Rows,
     TextSequence,
-    WaitingQueue,
     begin_row,
     make_plan,
     make_sequence,
@@ -46,18 +45,16 @@ STEPS_BETWEEN_TRIES = 64
 """After an out-of-memory step, the prompt budget grows by one token every so many steps."""
 
 
-class BatchEngine:
+class BatchEngine(QueuedEngine):
     """The engine of one model. Settings of the sampler are checked in a slot of its own."""
 
     def __init__(self, model: ModelRunner, info: Info, options: TextOptions) -> None:
+        super().__init__(options)
         self.info = info
         self._model, self._options = model, options
         self._rows = Rows(info.slots, model.cache, info.max_tokens if options.prefix_cache else 0)
-        self._waiting, self._deadlines = WaitingQueue(int(options.ageing_s * 1e9)), DeadlineQueue()
         self._drawing = BatchSampler(Sampler(info.vocab_size, info.slots + 1), info.slots)
         self._eos = dict.fromkeys(info.eos_ids, Finish.EOS)
-        self._sequences: dict[int, TextSequence] = {}
-        self._asked: dict[int, Finish] = {}
         self._standing: list[TextSequence] = []
         self._numbers = self._steps = self._faults = 0
         self._pooled = 0  # sequences that want an embedding
@@ -79,24 +76,12 @@ class BatchEngine:
         self._numbers += 1
         sequence.number = self._numbers
         sequence.arrived_ns = sequence.last_ns = request.arrived_ns or time.monotonic_ns()
-        self._sequences[sequence.rid] = sequence
-        self._waiting.add(sequence)
-        if sequence.deadline_ns:
-            self._deadlines.add(sequence)
-
-    def cancel(self, rid: int, why: Finish) -> None:
-        """End a sequence at the next step; the first reason stays."""
-        if rid in self._sequences:
-            self._asked.setdefault(rid, why)
-
-    def pending(self) -> int:
-        """Sequences submitted and not ended."""
-        return len(self._sequences)
+        self._add(sequence)
 
     def step(self, out: Out) -> bool:
         """Run one iteration; see TextEngine.step."""
         now_ns = time.monotonic_ns()
-        self._end_asked(out, now_ns)
+        self._end_due(out, now_ns)
         self._apply_back_pressure(out)
         shares = share_out(self._rows, self._waiting, self._begin, self._room(), now_ns)
         if not shares and not self._rows.writing:
@@ -118,15 +103,6 @@ class BatchEngine:
         begun = self._rows.writing + len(self._standing)
         to_come = len(self._sequences) - begun - self._pooled
         return self._pace.room(self._step_tokens, self._rows.writing, min(to_come, self.info.slots - begun))
-
-    def _end_asked(self, out: Out, now_ns: int) -> None:
-        for sequence in self._deadlines.late(now_ns):
-            self._asked.setdefault(sequence.rid, Finish.TIMEOUT)
-        for rid, why in self._asked.items():
-            if rid in self._sequences:
-                self._end(self._sequences[rid])
-                out.end(rid, why)
-        self._asked.clear()
 
     def _apply_back_pressure(self, out: Out) -> None:
         rows, room = self._rows, out.room
@@ -224,14 +200,11 @@ class BatchEngine:
         out.end(sequence.rid, Finish.FAILED, write_text(Extra(message=words, kind=kind.value)))
 
     def _end(self, sequence: TextSequence, *, proven: bool | None = None) -> None:
-        if sequence.state == DecodeState.WAITING:
-            self._waiting.remove(sequence)
-        else:
+        if sequence.state != DecodeState.WAITING:
             self._rows.release(sequence, proven=sequence.drawn > 0 if proven is None else proven)
             self._drawing.end(sequence)
-        sequence.state = DecodeState.ENDED
         self._pooled -= sequence.pool is not None
-        del self._sequences[sequence.rid]
+        super()._end(sequence)
 
 
 def describe_engine(

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.llm.pooling import Pool
-from fastserve.backends.llm.protocols import Chunk, KVCache, StepPlan, TextRequest
+from fastserve.backends.llm.protocols import Chunk, KVCache, Out, StepPlan, TextRequest
 from fastserve.codec.text import Finish, Info, Sampling
 from fastserve.errors import invalid
+from fastserve.settings.text_options import TextOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -180,6 +181,47 @@ class DeadlineQueue:
             sequence = heapq.heappop(self._heap)[2]
             if sequence.state != DecodeState.ENDED:
                 yield sequence
+
+
+class QueuedEngine:
+    """The sequences of a TextEngine from `submit` to their end: in order, with deadlines, and to be ended."""
+
+    def __init__(self, options: TextOptions) -> None:
+        self._waiting, self._deadlines = WaitingQueue(int(options.ageing_s * 1e9)), DeadlineQueue()
+        self._sequences: dict[int, TextSequence] = {}
+        self._to_end: dict[int, Finish] = {}
+
+    def cancel(self, rid: int, why: Finish) -> None:
+        """End a sequence at the next step; the first reason stays."""
+        if rid in self._sequences:
+            self._to_end.setdefault(rid, why)
+
+    def pending(self) -> int:
+        """Sequences submitted and not ended."""
+        return len(self._sequences)
+
+    def _add(self, sequence: TextSequence) -> None:
+        self._sequences[sequence.rid] = sequence
+        self._waiting.add(sequence)
+        if sequence.deadline_ns:
+            self._deadlines.add(sequence)
+
+    def _end_due(self, out: Out, now_ns: int) -> None:
+        """End the sequences that are cancelled or late."""
+        for sequence in self._deadlines.late(now_ns):
+            self._to_end.setdefault(sequence.rid, Finish.TIMEOUT)
+        for rid, why in self._to_end.items():
+            if rid in self._sequences:
+                self._end(self._sequences[rid])
+                out.end(rid, why)
+        self._to_end.clear()
+
+    def _end(self, sequence: TextSequence) -> None:
+        """Release what a sequence holds."""
+        if sequence.state == DecodeState.WAITING:
+            self._waiting.remove(sequence)
+        sequence.state = DecodeState.ENDED
+        del self._sequences[sequence.rid]
 
 
 class Rows:

@@ -212,11 +212,26 @@ def _needed(file: FileDescriptor) -> list[bytes]:
     return [_to_proto(one).SerializeToString() for one in files.values()]
 
 
+def _as_v1alpha(file: FileDescriptorProto) -> FileDescriptorProto:
+    """Return reflection's file under the names that older tools ask for."""
+    found, old, new = FileDescriptorProto(), "reflection.v1", "reflection.v1alpha"
+    found.CopyFrom(file)
+    found.name = file.name.replace("reflection_v1", "reflection_v1alpha")
+    found.package = file.package.replace(old, new)
+    for field in (field for message in found.message_type for field in message.field if field.type_name):
+        field.type_name = field.type_name.replace(old, new)
+    for method in found.service[0].method:
+        method.input_type = method.input_type.replace(old, new)
+        method.output_type = method.output_type.replace(old, new)
+    return found
+
+
 def make_pool(descriptors: Sequence[bytes]) -> DescriptorPool:
     """Return a pool of the given files and of the health and reflection services."""
     pool = DescriptorPool()
     sets = [messages.descriptor_set, *descriptors]
     files = [file for blob in sets for file in FileDescriptorSet.FromString(blob).file]
+    files += [_as_v1alpha(file) for file in files if file.package == "grpc.reflection.v1"]
     added: set[str] = set()
     for file in files:
         if file.name not in added:
