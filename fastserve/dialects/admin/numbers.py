@@ -111,7 +111,7 @@ class TensorNumbers(msgspec.Struct):
 
 
 class ModelDetails(ModelNumbers, kw_only=True):
-    """One model whole. Tensors, backend and example are of its latest available version; `may_load`: clients
+    """One model whole. Tensors, backend and example requests are of its latest available version; `may_load`: clients
     load and unload models."""
 
     history: str
@@ -123,7 +123,7 @@ class ModelDetails(ModelNumbers, kw_only=True):
     max_batch_size: int
     inputs: list[TensorNumbers]
     outputs: list[TensorNumbers]
-    example: ExampleRequest | None
+    examples: list[ExampleRequest]
     may_load: bool
 
 
@@ -237,7 +237,7 @@ class NumbersReader:
             max_batch_size=view.max_batch_size if view else 0,
             inputs=[_read_tensor(one, view.full_dims(one)) for one in view.inputs.values()] if view else [],
             outputs=[_read_tensor(one, view.full_dims(one)) for one in view.outputs.values()] if view else [],
-            example=example_request(view) if view else None,
+            examples=[example_request(view)] if view else [],
             may_load=self._repository.explicit,
         )
 

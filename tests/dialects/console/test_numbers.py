@@ -171,9 +171,9 @@ def test_details_have_tensors_workers_and_a_request(site: Site) -> None:
     assert [(one.device, one.memory_bytes) for one in version.workers] == [("cpu", None), ("cpu", 5_000_000)]
     assert [(one.name, one.datatype, one.shape) for one in found.inputs] == [("x", "FP32", [-1, 2, -1])]
     assert [(one.name, one.datatype, one.shape) for one in found.outputs] == [("y", "BYTES", None)]
-    assert found.example is not None
-    assert found.example.path == "/v2/models/a%2F%3Cb%3E/infer"
-    assert found.example.body == {
+    (example,) = found.examples
+    assert example.path == "/v2/models/a%2F%3Cb%3E/infer"
+    assert example.body == {
         "inputs": [{"name": "x", "shape": [1, 2, 1], "datatype": "FP32", "data": [1.0, 1.0]}]
     }
     assert site.reader.details("nobody", 0) is None
@@ -188,7 +188,7 @@ def test_a_version_that_ended_is_no_trouble_and_has_no_request(site: Site) -> No
     assert site.rows()["models"] == [{"model": "m", "state": "unloaded", "now": {}}]
     found = site.reader.details("m", 0)
     assert found is not None
-    assert (found.example, found.inputs, found.versions[0].workers) == (None, [], [])
+    assert (found.examples, found.inputs, found.versions[0].workers) == ([], [], [])
 
 
 def test_a_reply_of_rows_is_made_once_for_all_pages(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_details_are_of_one_model_and_its_example_is_answered(tmp_path: Path) ->
             assert [worker["device"] for worker in version["workers"]] == ["cpu", "cpu"]
             assert all(1e6 < worker["memory_bytes"] < 1e9 for worker in version["workers"])
             assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2], "optional": False}]
-            example = found["example"]
+            (example,) = found["examples"]
             answer = await client.post(example["path"], json.dumps(example["body"]).encode())
             assert json.loads(answer[1])["outputs"][0]["data"] == [2.0, 2.0]
             for query in ("?name=nobody", "", "?name=%FF", "?name=" + "a" * 5000):
@@ -215,23 +215,24 @@ def test_a_browser_shows_models_by_traffic_with_what_failed(tmp_path: Path) -> N
     async def main() -> None:
         async with serving(tmp_path) as served:
             served.server.catalog.model(HOSTILE)
-            asking = asyncio.ensure_future(ask_on(served))
+            seen = asyncio.Event()
+            asking = asyncio.ensure_future(ask_until(seen, served))
             async with shown(served, tmp_path / "profile") as page:
                 await see_rows(page)
                 await follow_another_process(page)
                 await see_details(page)
                 await use_keys(page)
-            asking.cancel()
-            await asyncio.wait([asking])
+            seen.set()
+            await asking
 
     run(main(), BROWSER_S)
 
 
-async def ask_on(served: Served) -> None:
-    """Two requests that are answered and one that fails, again and again: what is shown is of a quarter of a
+async def ask_until(seen: asyncio.Event, served: Served) -> None:
+    """Send two requests that are answered and one that fails, again and again: what is shown is of a quarter of a
     second."""
     client, body = await served.client(), json.dumps({"instances": [[1.0, 2.0]]}).encode()
-    while True:
+    while not seen.is_set():
         for model, status in (("twice", 200), ("broken", 500), ("twice", 200)):
             assert (await client.post(f"/v1/models/{model}:predict", body))[0] == status
         await asyncio.sleep(0.02)

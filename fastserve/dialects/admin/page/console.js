@@ -373,7 +373,8 @@ function describeSizes(bars) {
     one.title = `${bar.batches} batches of ${bar.at_most === null ? "more" : `at most ${bar.at_most}`} rows`;
     return one;
   });
-  return [make("h3", "", "Batch sizes"), make("span", "bars", ...drawn), ` 1 to ${bars[bars.length - 1].at_most ?? "more"} rows`];
+  const range = bars.length > 1 ? ` 1 to ${bars[bars.length - 1].at_most ?? "more"} rows` : " single rows";
+  return [make("h3", "", "Batch sizes"), make("span", "bars", ...drawn), range];
 }
 
 function describeCauses(causes) {
@@ -415,55 +416,69 @@ class RequestPart {
   constructor() {
     this.element = make("section", "request");
     this.told = "";
-    this.actions = make("div", "buttons");
+    this.choice = make("select", "");
+    this.choice.setAttribute("aria-label", "Which request");
+    this.choice.addEventListener("change", () => this.choose());
+    this.note = make("p", "dim");
     this.body = make("textarea", "");
     this.body.spellcheck = false;
     this.body.setAttribute("aria-label", "Body of the request");
+    const copied = (make) => (one) => copy(make(this.chosen.method, this.chosen.path, this.text()), one);
+    this.actions = make(
+      "div", "buttons",
+      pressable("send", "Send it to this server", () => this.send(this.text())),
+      pressable("copy curl", "A command for a shell", copied(curlOf)),
+      pressable("copy Python", "A script without any package", copied(pythonOf)),
+      pressable("copy body", "The JSON alone", (one) => copy(this.text(), one)),
+    );
     this.answer = make("pre", "");
     this.answer.hidden = true;
     this.controls = make("div", "buttons");
   }
 
+  text() {
+    return this.body.hidden ? this.large : this.body.value;
+  }
+
   show(told) {
-    const facts = JSON.stringify([told.example, told.inputs, told.may_load, told.versions.some((one) => one.state === "AVAILABLE")]);
+    const loaded = told.versions.some((one) => one.state === "AVAILABLE");
+    const facts = JSON.stringify([told.examples, told.inputs, told.may_load, loaded]);
     if (facts === this.told) return; // what somebody has written stays
     this.told = facts;
-    this.path = told.example?.path ?? "";
-    this.method = told.example?.method ?? "POST";
-    const body = told.example ? (told.example.body ?? (told.example.api === "V2" ? makeBody(told.inputs) : null)) : null;
-    this.large = body === null ? "" : JSON.stringify(body);
-    const small = this.large.length <= 20000;
-    this.body.value = small ? (this.large.length < 400 ? this.large : JSON.stringify(body, null, 1)) : "";
-    this.body.hidden = !small || body === null;
-    const text = () => (this.body.hidden ? this.large : this.body.value);
-    const button = (label, title, act) => {
-      const found = make("button", "", label);
-      found.type = "button";
-      found.title = title;
-      found.addEventListener("click", () => act(found));
-      return found;
-    };
+    this.inputs = told.inputs;
+    this.examples = told.examples;
     const parts = [];
-    if (told.example) {
-      parts.push(make("h3", "", "Try it: ", make("code", "", `${this.method} ${this.path}`), ` (${told.example.api})`));
-      if (body === null) parts.push(make("p", "dim", "Its values are too many for JSON, or of a type that JSON has no word for: send them as binary data."));
-      else {
-        if (!small) parts.push(make("p", "dim", `A body of ${short(this.large.length, "B")}, with ones for values.`));
-        this.actions.replaceChildren(
-          button("send", "Send it to this server", () => this.send(text())),
-          button("copy curl", "A command for a shell", (one) => copy(curlOf(this.method, this.path, text()), one)),
-          button("copy Python", "A script without any package", (one) => copy(pythonOf(this.method, this.path, text()), one)),
-          button("copy body", "The JSON alone", (one) => copy(text(), one)),
-        );
-        parts.push(this.body, this.actions);
-      }
+    if (this.examples.length) {
+      this.choice.replaceChildren(...this.examples.map((one, at) => {
+        const option = make("option", "", `${one.method} ${one.path} (${one.api})`);
+        option.value = String(at);
+        return option;
+      }));
+      this.choose();
+      this.choice.hidden = this.examples.length === 1;
+      const title = make("h3", "", "Try it");
+      if (this.choice.hidden) title.append(": ", make("code", "", `${this.chosen.method} ${this.chosen.path}`), ` (${this.chosen.api})`);
+      parts.push(title, this.choice, this.note, this.body, this.actions);
     }
     if (told.may_load) {
-      const loaded = told.versions.some((one) => one.state === "AVAILABLE");
       this.controls.replaceChildren(...controlButtons(told.model, loaded, (said) => this.say(said)));
       parts.push(make("h3", "", "Load and unload"), this.controls);
     }
     this.element.replaceChildren(...parts, this.answer);
+  }
+
+  choose() {
+    this.chosen = this.examples[Number(this.choice.value || 0)];
+    const body = this.chosen.body ?? (this.chosen.api === "V2" ? makeBody(this.inputs) : null);
+    this.large = body === null ? "" : JSON.stringify(body);
+    const small = this.large.length <= 20000;
+    this.body.value = small && this.large.length > 400 ? JSON.stringify(body, null, 1) : small ? this.large : "";
+    this.body.hidden = !small || body === null;
+    this.actions.hidden = body === null;
+    this.note.hidden = !this.body.hidden;
+    setText(this.note, body === null
+      ? "Its values are too many for JSON, or of a type that JSON has no word for: send them as binary data."
+      : `A body of ${short(this.large.length, "B")}, with ones for values.`);
   }
 
   say(text) {
@@ -475,7 +490,8 @@ class RequestPart {
     this.say("sent");
     const began = performance.now();
     try {
-      const reply = await ask(this.path, { method: this.method, body, headers: { "Content-Type": "application/json" }, signal: AbortSignal.timeout(120000) });
+      const { method, path } = this.chosen;
+      const reply = await ask(path, { method, body, headers: { "Content-Type": "application/json" }, signal: AbortSignal.timeout(120000) });
       const text = await reply.text();
       const took = short(performance.now() - began, "ms");
       const id = reply.headers.get("x-request-id");
@@ -484,6 +500,14 @@ class RequestPart {
       this.say(`no answer: ${error.message ?? error}`);
     }
   }
+}
+
+function pressable(label, title, act) {
+  const found = make("button", "", label);
+  found.type = "button";
+  found.title = title;
+  found.addEventListener("click", () => act(found));
+  return found;
 }
 
 async function copy(text, button) {
@@ -517,21 +541,18 @@ async function control(name, what, say) {
 }
 
 function controlButtons(name, loaded, say) {
-  const load = make("button", "", loaded ? "load again" : "load");
-  const unload = make("button", "", "unload");
-  load.addEventListener("click", () => control(name, "load", say));
-  unload.addEventListener("click", () => {
+  const load = pressable(loaded ? "load again" : "load", "Load what its folder holds now", () => control(name, "load", say));
+  const unload = pressable("unload", "Its requests will fail", () => {
     if (unload.dataset.asked) {
       delete unload.dataset.asked;
       unload.textContent = "unload";
       control(name, "unload", say);
-    } else { // its requests will fail: ask once
+    } else {
       unload.dataset.asked = "1";
       unload.textContent = "unload: sure?";
       setTimeout(() => { delete unload.dataset.asked; unload.textContent = "unload"; }, 4000);
     }
   });
-  for (const one of [load, unload]) one.type = "button";
   return loaded ? [load, unload] : [load];
 }
 

@@ -2,6 +2,7 @@
 "use strict";
 
 const KEEP = 300; // points of a series; the server keeps as many
+const NARROWEST = 60; // points over the whole width of a plot while the server is young
 
 function make(tag, className, ...children) {
   const found = document.createElement(tag);
@@ -132,13 +133,17 @@ function thin(values, most) {
   return found;
 }
 
+function widthOf(lines, count) {
+  return Math.min(count, Math.max(NARROWEST, ...lines.map((values) => values.length)));
+}
+
 // A plot with a title, the value of now, and what the pointer is at.
 function plot(title, now, lines, count, interval, kinds = ["a", "b"], unit = "", whole = false) {
-  const width = count;
+  const width = widthOf(lines, count);
   const peak = peakOf(lines);
   const top = peak || 1;
   const svg = draw("svg", { viewBox: `0 0 ${width - 1} 40`, preserveAspectRatio: "none", role: "img" });
-  const minutes = Math.round((count * interval) / 60);
+  const minutes = Math.round((width * interval) / 60);
   svg.setAttribute("aria-label", `${title}: the last ${minutes} minutes, peak ${short(peak, unit, whole)}`);
   for (const y of [2, 21, 40]) svg.append(draw("path", { class: "grid", d: `M0 ${y}H${width - 1}` }));
   if (lines.length === 1) svg.append(draw("path", { class: `under ${kinds[0]}`, d: area(lines[0], width, top) }));
@@ -176,8 +181,9 @@ class Sparkline {
   }
 
   show(requests, errors, count) {
-    const width = Math.min(count, 60);
-    const full = [requests, errors].map((values) => [...Array(Math.max(count - values.length, 0)).fill(0), ...values]);
+    const all = widthOf([requests], count);
+    const width = Math.min(all, 60);
+    const full = [requests, errors].map((values) => [...Array(Math.max(all - values.length, 0)).fill(0), ...values]);
     const [a, b] = full.map((values) => thin(values, width));
     const top = peakOf([a]) || 1;
     this.svg.setAttribute("viewBox", `0 0 ${width - 1} 20`);
