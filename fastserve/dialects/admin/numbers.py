@@ -111,8 +111,8 @@ class TensorNumbers(msgspec.Struct):
 
 
 class ModelDetails(ModelNumbers, kw_only=True):
-    """One model whole. Tensors, backend and example requests are of its latest available version; `may_load`: clients
-    load and unload models."""
+    """One model whole. Tensors, backend and example requests are of its latest available version; `may_load`:
+    clients load and unload models."""
 
     history: str
     first_point: int

@@ -229,8 +229,8 @@ def test_a_browser_shows_models_by_traffic_with_what_failed(tmp_path: Path) -> N
 
 
 async def ask_until(seen: asyncio.Event, served: Served) -> None:
-    """Send two requests that are answered and one that fails, again and again: what is shown is of a quarter of a
-    second."""
+    """Send two requests that are answered and one that fails, again and again: what is shown is of a quarter
+    of a second."""
     client, body = await served.client(), json.dumps({"instances": [[1.0, 2.0]]}).encode()
     while not seen.is_set():
         for model, status in (("twice", 200), ("broken", 500), ("twice", 200)):
