@@ -20,6 +20,7 @@ from fastserve.dialects.admin.history import ALL, INTERVAL_S, History, Points
 from fastserve.metrics import LoadFailure, ModelReadiness, Registry, names
 from fastserve.metrics.readiness import MachineUsage
 from fastserve.metrics.registry import FailedRequest
+from fastserve.net.access_control import Restrictions, Scope
 from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.examples import ExampleRequest, example_request
@@ -111,8 +112,8 @@ class TensorNumbers(msgspec.Struct):
 
 
 class ModelDetails(ModelNumbers, kw_only=True):
-    """One model whole. Tensors, backend and example requests are of its latest available version; `may_load`:
-    clients load and unload models."""
+    """One model whole. Tensors, backend and example requests are of its latest available version, and left
+    out where metadata is restricted; `may_load`: clients load and unload models."""
 
     history: str
     first_point: int
@@ -193,6 +194,8 @@ class NumbersReader:
         self._registry, self._catalog = context.registry, context.engine.catalog
         self._readiness, self._history = context.readiness, history
         self._repository = context.repository
+        restrictions = Restrictions.over_http(context.settings.triton.restrictions_over_http)
+        self._shows_tensors = not restrictions.wanted_of(Scope.METADATA, None)  # else a secret shows them
         self._views = ModelViews(self._catalog)
         self._machine = MachineUsage()
         self._begun_ns = time.monotonic_ns()
@@ -225,7 +228,8 @@ class NumbersReader:
             return None
         until = self._history.seen
         numbers = msgspec.structs.asdict(self._read_model(name, _Facts(self._registry), after, until))
-        view = self._views.of(model.latest) if model is not None and model.latest is not None else None
+        latest = model.latest if model is not None and self._shows_tensors else None
+        view = self._views.of(latest) if latest is not None else None
         return ModelDetails(
             **numbers,
             history=self.name,

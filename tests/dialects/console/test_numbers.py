@@ -24,6 +24,8 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import ServingContext
+from fastserve.settings import Settings
+from fastserve.settings.kserve_options import TritonOptions
 from fastserve.tensor import DTYPES, TensorSpec
 
 SECOND = 1_000_000_000
@@ -33,7 +35,7 @@ PAGE = Path(history_module.__file__).parent / "page"
 class Site:
     """A front process' counters and catalog, without a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, triton: TritonOptions | None = None) -> None:
         self.registry, self.catalog, self.readiness = Registry(), Catalog(), Readiness(True, "")
         self.traffic = Traffic(self.registry, "kserve_v2", self.catalog.models)
         self.history = History(self.registry)
@@ -42,6 +44,7 @@ class Site:
             engine=SimpleNamespace(catalog=self.catalog),
             readiness=self.readiness,
             repository=SimpleNamespace(explicit=True),
+            settings=Settings(triton=triton or TritonOptions()),
         )
         self.reader = NumbersReader(_as_context(context), self.history)
         self.now_ns = 0
@@ -177,6 +180,17 @@ def test_details_have_tensors_workers_and_a_request(site: Site) -> None:
         "inputs": [{"name": "x", "shape": [1, 2, 1], "datatype": "FP32", "data": [1.0, 1.0]}]
     }
     assert site.reader.details("nobody", 0) is None
+
+
+def test_tensors_are_not_shown_where_metadata_wants_a_secret() -> None:
+    site = Site(TritonOptions(http_restricted_api=("metadata:key=secret",)))
+    site.serve("m")
+    found = site.reader.details("m", 0)
+    assert found is not None
+    assert (found.inputs, found.outputs, found.examples, found.backend) == ([], [], [], "")
+    assert found.versions[0].version == 3
+    site.registry.close()
+    vars(site).clear()
 
 
 def test_a_version_that_ended_is_no_trouble_and_has_no_request(site: Site) -> None:

@@ -106,7 +106,8 @@ function line(values, width, top, height = 40) {
       return;
     }
     const x = width - values.length + i;
-    path += `${gap ? "M" : "L"}${x} ${(height - ((height - 2) * value) / top).toFixed(1)}`;
+    const y = (height - ((height - 2) * value) / top).toFixed(1);
+    path += gap ? `M${x} ${y}h0` : `L${x} ${y}`; // h0: a point between two gaps is a dot
     gap = false;
   });
   return path;
