@@ -105,7 +105,7 @@ test-extras: build torch extras
 		tests/server/observability/test_console.py tests/server/listeners/test_one_port.py
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/backends/frameworks/test_tensorflow.py
-	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/recipes \
+	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/recipes tests/cli/test_serve_one.py::test_xgboost \
 		-k "xgboost or tensorflow or fastapi or notebook"
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
 

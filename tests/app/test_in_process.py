@@ -38,6 +38,11 @@ APP = """
             yield number
 
 
+    @fastserve.model(uses=[scale, whoami])
+    async def asks(x: list[float]):
+        return (await fastserve.remote(scale)(x)).tolist(), await fastserve.remote(whoami)("Bob")
+
+
     @fastserve.model
     def fails(how: str):
         if how == "exit":
@@ -69,6 +74,11 @@ def test_answers_are_those_of_worker_processes(app: ColdApp) -> None:
     assert app.ask("/scale", {"x": [[1, 2, 3, 4], [0, 0, 0, 1]]}) == [[3, 6, 9, 12], [0, 0, 0, 3]]
     assert app.post("/count", {"to": 2})[2] == b"0\n1\n"
     assert app.refusal("/fails", {"how": "value"}) == (500, "ValueError: no")
+
+
+def test_models_call_one_another(app: ColdApp) -> None:
+    row, said = app.ask("/asks", {"x": [1, 2, 3, 4]})
+    assert (row, said["name"], said["pid"]) == ([3, 6, 9, 12], "Bob", app.pid)
 
 
 def test_a_model_that_exits_ends_its_thread_alone(app: ColdApp) -> None:

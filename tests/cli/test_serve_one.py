@@ -6,12 +6,13 @@ import contextlib
 import json
 import pickle
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import requests
 import yaml
 
 from fastserve.demo import demo_repository
@@ -31,10 +32,12 @@ def served(place: Path, log: Path, *options: str, **more: bool) -> Iterator[Runn
 
 
 def predict(server: Running, name: str, rows: object) -> object:
-    with requests.Session() as session:
-        reply = session.post(f"http://{server.http}/v1/models/{name}:predict", json={"instances": rows})
-        assert reply.status_code == 200, reply.text
-        return reply.json()["predictions"]
+    return post(server, f"/v1/models/{name}:predict", {"instances": rows})["predictions"]
+
+
+def post(server: Running, path: str, body: object) -> Any:
+    with urllib.request.urlopen(f"http://{server.http}{path}", json.dumps(body).encode(), 60) as reply:
+        return json.load(reply)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +128,9 @@ def test_folders_of_one_model(tmp_path: Path) -> None:
     text = tmp_path / "writer"  # as downloaded: files of one version
     shutil.copytree(demo_repository() / "scribe/1", text)
     shutil.copy(demo_repository() / "scribe/model.yaml", text)
-    with served(text, tmp_path / "log") as server, requests.Session() as session:
+    with served(text, tmp_path / "log") as server:
         asked = {"inputs": "In the", "parameters": {"max_new_tokens": 3}}
-        assert session.post(f"http://{server.http}/generate", json=asked).json()["generated_text"]
+        assert post(server, "/generate", asked)["generated_text"]
 
 
 def test_what_a_path_is(tmp_path: Path) -> None:
