@@ -10,7 +10,7 @@ Free bodies go to the worker as they came and are read there. Arrays are read by
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
 from fastserve.app.array_calls import ArrayFastPath, ArrayReader, write_arrays
+from fastserve.app.operations import KINDS, describe_model, paths_of
 from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.net.access_control import Scope
 from fastserve.net.compression import inflate, inflate_offloaded
@@ -37,7 +38,6 @@ BODY = "body"
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 LINES = b"application/jsonl"
-KINDS = ("script", "script_json", "script_stream")
 ROUTE = HttpRoute("call", "/NAME", {"POST": Scope.INFER})
 
 
@@ -45,13 +45,6 @@ class AppOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Paths that are known before the models are loaded: path -> NAME, or NAME/VERSION."""
 
     paths: dict[str, str] = {}
-
-
-def paths_of(versions: Mapping[int, str], name: str) -> Iterator[tuple[str, str]]:
-    """Yield each path of a model with its NAME, or NAME/VERSION where not all versions have the path."""
-    for number, path in versions.items():
-        shared = all(other == path for other in versions.values())
-        yield path, name if shared else f"{name}/{number}"
 
 
 class AppJson(Dialect):
@@ -274,4 +267,6 @@ class ArrayCall(SlowRequest):
         self._endpoint.refused(self._call, fault)
 
 
-SPEC = DialectSpec(name="app", options=AppOptions, build=AppJson, routes=(ROUTE,))
+SPEC = DialectSpec(
+    name="app", options=AppOptions, build=AppJson, routes=(ROUTE,), describe_model=describe_model
+)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from fastserve.app.json_api import paths_of
+from fastserve.app.operations import paths_of
 from fastserve.backends.script.declaration import BACKENDS, ScriptModel
 from fastserve.errors import ConfigError
 from fastserve.settings.yaml_text import read_yaml
@@ -56,7 +56,8 @@ def configs_of(models: Iterable[ScriptModel], file: Path, stamp: str = "") -> di
     check_uses({name: versions[0].uses for name, versions in found.items()})
     for name, versions in found.items():
         paths = {str(one.version): one.path for one in versions}
-        config = versions[0].config(str(file), paths, stamp)
+        types = {str(one.version): found for one in versions if (found := one.types())}
+        config = versions[0].config(str(file), paths, stamp, types)
         if len(versions) > 1:
             config.setdefault("version_policy", "all")
         configs[name] = config

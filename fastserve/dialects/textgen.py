@@ -17,6 +17,7 @@ from fastserve.dialects.openai.errors import answer_no_such_url, error_body
 from fastserve.dialects.openai.vllm import make_vllm
 from fastserve.dialects.text_common import mindie
 from fastserve.dialects.text_common.bodies import BOUNDS, InvalidBody, read_offloaded, read_typed
+from fastserve.dialects.text_common.operations import describe_text
 from fastserve.dialects.text_common.routes import (
     BodyUse,
     RouteTable,
@@ -139,4 +140,5 @@ SPEC = DialectSpec(
     build=Textgen,
     routes=tuple(path.row for path in PATHS),
     exposes=exposes,
+    describe_server=describe_text,
 )

@@ -356,10 +356,11 @@ class Front:
         beside: Sequence[tuple[Listener, Sequence[Spec]]],
     ) -> None:
         """Open one HTTP listener; `beside` are the gRPC listeners of its port."""
+        pairs = [(spec, self.dialects[spec.name]) for spec in spoken]
         opened = HttpListener(
             listener.host,
             listener.port,
-            [self.dialects[spec.name] for spec in spoken],
+            [dialect.on_listener(pairs) for _, dialect in pairs],
             self._limits(bool(beside)),
             reuse_port=shared,
             access_log=log_http if self.settings.log.access else None,

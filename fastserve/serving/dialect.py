@@ -31,6 +31,7 @@ from fastserve.request import Recorded
 from fastserve.serving.client_shared_memory import Regions
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.model_view import ModelViews
+from fastserve.serving.operations import ApiOperation, ModelFacts, nothing_of_model, nothing_of_server
 from fastserve.settings import Settings
 from fastserve.settings.fields import convert
 from fastserve.util.offload import Offload
@@ -125,6 +126,10 @@ class Dialect:
         """The RPCs that the spec lists. Called where a gRPC listener speaks this dialect."""
         return []
 
+    def on_listener(self, spoken: Sequence[tuple[DialectSpec[Any], Dialect]]) -> Dialect:
+        """Return the dialect for one HTTP listener, where it depends on what else that speaks."""
+        return self
+
     def hear(self, word: str) -> bool:
         """Receive this dialect's word from another front (ServingContext.spread); True if it applies."""
         return False
@@ -167,6 +172,10 @@ class DialectSpec(Generic[Options]):
     recorded: Callable[[Settings, Version], Iterable[Recorded]] = lambda settings, version: ()
     """Requests in its form that a version brings, to be run before it is available; whether a listener speaks
     it or not. Taken one by one, in a thread; raises ServeError, ConfigError, there or on the way."""
+    describe_server: Callable[[Settings, Sequence[ModelFacts]], Iterable[ApiOperation]] = nothing_of_server
+    """Operations for /openapi.json that are of no single model, of the models that are served now."""
+    describe_model: Callable[[ModelFacts], Iterable[ApiOperation]] = nothing_of_model
+    """Operations of one model; see `serving/operations.py`."""
     any_health_name: bool = False
     """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
 

@@ -328,6 +328,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """V2's health and a model's status over /v1 say what KServe's own client reads."""
     allow_metrics: bool = True
     """Show metrics: /metrics of every HTTP listener, and metrics_port."""
+    allow_docs: bool = True
+    """Describe what is served: /openapi.json and /docs of every HTTP listener."""
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """A port for the nv_* metrics alone; 0 for none."""
     metrics_config: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin
 
 from fastserve.backends.script.array_type import is_array, tensor_of
 from fastserve.backends.script.json_body import BodyReader
+from fastserve.backends.script.json_schema import describe_types
 
 BODY = "body"
 OUTPUT = "output"
@@ -46,24 +47,39 @@ class ScriptModel:
     options: Mapping[str, Any] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
     """Names of models that it calls by `fastserve.remote`."""
+    example: Any = None
 
     @property
     def key(self) -> str:
         """NAME/VERSION, by which a worker finds it."""
         return f"{self.name}/{self.version}"
 
-    def config(self, file: str, paths: Mapping[str, str], stamp: str = "") -> dict[str, Any]:
-        """Return the fields of its model.yaml. `paths` are those of all versions, by number; a change of
-        `stamp` loads the model anew."""
+    def config(
+        self,
+        file: str,
+        paths: Mapping[str, str],
+        stamp: str = "",
+        types: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the fields of its model.yaml. `paths` and `types` are those of all versions, by number; a
+        change of `stamp` loads the model anew."""
         options = dict(self.options)
         script: dict[str, Any] = {"file": file, "paths": dict(paths)}
         script |= {"stamp": stamp} if stamp else {}
         script |= {"uses": list(self.uses)} if self.uses else {}
+        script |= {"types": dict(types)} if types else {}
         parameters = {**options.pop("parameters", {}), "script": script}
         fixed = {"backend": BACKENDS[self.kind], "inputs": dict(self.inputs), "outputs": dict(self.outputs)}
         if self.kind != "arrays":
             fixed["warmup"] = "off"
         return {**fixed, **options, "parameters": parameters}
+
+    def types(self) -> dict[str, Any]:
+        """Return what a function of JSON takes and returns; of one of arrays its example, if it has one.
+        Raises TypeError."""
+        if self.kind == "arrays":
+            return {} if self.example is None else {"example": self.example}
+        return ModelSteps.of(self.target, self.name).types(self)
 
 
 _declared: dict[str, ScriptModel] = {}
@@ -83,7 +99,7 @@ def model(target: Any = None, /, **options: Any) -> Any:
     """Declare a function or a class to be a model, and return it as it is.
 
     `name` and `path` are what clients call it, `version` its number; `batch` is max_batch_size; `uses` are
-    the models it calls by `fastserve.remote`, or their names. All other
+    the models it calls by `fastserve.remote`, or their names; `example` is a body for /docs. All other
     options are fields of model.yaml. Raises TypeError, ValueError for what cannot be served.
     """
     if target is None:
@@ -106,6 +122,7 @@ def declare(
     version: int = 1,
     batch: int | None = None,
     uses: Iterable[Any] = (),
+    example: Any = None,
     **options: Any,
 ) -> ScriptModel:
     """Return what a function or class is as a model. Raises TypeError, ValueError."""
@@ -131,7 +148,10 @@ def declare(
             f"{name}: uses: a function of Arrays runs rows of many callers and calls no other model"
         )
     if arrays is not None:
-        return ScriptModel(name, target, "arrays", version, path, True, arrays[0], arrays[1], options)
+        inputs, outputs = arrays
+        return ScriptModel(
+            name, target, "arrays", version, path, True, inputs, outputs, options, example=example
+        )
     options.setdefault("max_batch_size", 1)
     batched, kind = options["max_batch_size"] > 1, "stream" if steps.streams else "json"
     if kind == "stream" and batched:
@@ -140,7 +160,7 @@ def declare(
         raise ValueError(f"batch: given {options['max_batch_size']}, allowed: from 1")
     steps.reader(batched=batched)
     body = {BODY: {"dtype": "bytes", "shape": []}}
-    return ScriptModel(name, target, kind, version, path, batched, body, body, options, used)
+    return ScriptModel(name, target, kind, version, path, batched, body, body, options, used, example)
 
 
 def names_of(owner: str, uses: Iterable[Any]) -> tuple[str, ...]:
@@ -214,6 +234,16 @@ class ModelSteps:
                 f"{self.owner}: its parameters are Arrays: declare what it returns, -> Array[...]"
             )
         return {name: tensor_of(kind) for name, kind in kinds.items()}, outputs
+
+    def types(self, model: ScriptModel) -> dict[str, Any]:
+        """Return the types of bodies and answers for /openapi.json. Raises TypeError."""
+        returned = self.signature(self.encode or self.predict).return_annotation
+        items = get_args(returned) if model.batched and self.encode is None else ()
+        if items:
+            returned = items[0]
+        return describe_types(
+            self.reader(batched=model.batched), None if self.streams else returned, model.example
+        )
 
     def reader(self, *, batched: bool) -> BodyReader:
         """Return the reader of its bodies. Raises TypeError."""

@@ -52,13 +52,15 @@ class BodyReader:
         alone = len(needed) == 1 and not self.whole and _is_binary(needed[0].annotation)
         self._file = needed[0].name if alone else ""  # which may be the whole body
         try:
+            self.kind: Any = None
             if self.whole:
-                self._default, self._whole_kind = named[0].default, named[0].annotation
+                self._default = named[0].default
+                self._whole_kind = self.kind = named[0].annotation
                 self._decoder: msgspec.json.Decoder[Any] = _decoder(named[0].annotation)
             else:
                 fields = [_field(one) for one in named]
                 struct = msgspec.defstruct("body", fields, kw_only=True, forbid_unknown_fields=not self._rest)
-                self._struct = struct
+                self._struct = self.kind = struct
                 self._decoder = _decoder(dict[str, Any] if self._rest else struct)
         except TypeError as fault:
             raise TypeError(f"{owner}: {fault}") from None

@@ -15,6 +15,7 @@ of anything else 200 without a body, another verb 405.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +32,7 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
+from fastserve.serving.operations import TEXT_TYPE, ApiOperation, ModelFacts, json_content, object_schema
 from fastserve.settings import Settings
 
 if TYPE_CHECKING:
@@ -107,12 +109,26 @@ def refuse_probe_method(call: Call) -> None:
     call.reply(405, b'{"error":"use GET or HEAD"}', JSON, ((b"Allow", b"GET, HEAD"),))
 
 
+TAG = "Server"
+_PROBED = json_content(object_schema({}))
+
+
+def describe_server(settings: Settings, models: Sequence[ModelFacts]) -> Iterator[ApiOperation]:
+    """Yield the operations for /openapi.json."""
+    yield ApiOperation("GET", LIVE.path, TAG, "Tell whether the server is alive", answer=_PROBED)
+    yield ApiOperation("GET", READY.path, TAG, "Tell whether the server is ready", answer=_PROBED)
+    if settings.allow_metrics:
+        text = {TEXT_TYPE: {"schema": {"type": "string"}}}
+        yield ApiOperation("GET", METRICS_ROUTE.path, TAG, "Metrics of Prometheus", answer=text)
+
+
 OPS = DialectSpec(
     name="ops",
     options=NoOptions,
     build=Ops,
     routes=(LIVE, READY, METRICS_ROUTE),
     listeners=ListenerPolicy.EVERY_HTTP,
+    describe_server=describe_server,
 )
 
 PAGE_TYPE = b"text/plain; charset=utf-8"

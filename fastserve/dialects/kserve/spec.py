@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fastserve.dialects.kserve.calls import CALLS, CallEndpoint, answer_not_found, answer_wrong_verb
 from fastserve.dialects.kserve.generate import GenerateEndpoint
 from fastserve.dialects.kserve.http_infer import InferEndpoint
+from fastserve.dialects.kserve.operations import describe_model, describe_server
 from fastserve.dialects.kserve.routes import (
     ROUTES,
     RPC_RESOURCES,
@@ -103,5 +104,7 @@ SPEC = DialectSpec(
     descriptors=lambda: [load("kserve_v2").descriptor_set],
     exposes=exposes,
     listeners=ListenerPolicy.REPLACES_ORIGINAL,
+    describe_server=describe_server,
+    describe_model=describe_model,
     any_health_name=True,  # Triton ignores the name
 )

@@ -16,6 +16,7 @@ from fastserve.dialects.tfserving.classify import VERBS, ExamplesEndpoint
 from fastserve.dialects.tfserving.errors import html_page
 from fastserve.dialects.tfserving.metadata import find_versions, write_metadata, write_status
 from fastserve.dialects.tfserving.monitoring import BatchSessions, write_warm_ups
+from fastserve.dialects.tfserving.operations import describe_model
 from fastserve.dialects.tfserving.predict import PredictEndpoint
 from fastserve.dialects.tfserving.routes import (
     MONITORING,
@@ -170,4 +171,5 @@ SPEC = DialectSpec(
     descriptors=lambda: [load("tfserving").descriptor_set],
     exposes=exposes,
     recorded=recorded,
+    describe_model=describe_model,
 )

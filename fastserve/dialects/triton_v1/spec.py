@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastserve.dialects.triton_v1.calls import CallPage, V1Calls
 from fastserve.dialects.triton_v1.infer import V1InferEndpoint
+from fastserve.dialects.triton_v1.operations import describe_model, describe_server
 from fastserve.dialects.triton_v1.routes import ROUTES, RPC_RESOURCES, RPCS, is_api, parse_target
 from fastserve.dialects.triton_v1.service import NV_STATUS, V1Service
 from fastserve.errors import ServeError
@@ -85,5 +86,7 @@ SPEC = DialectSpec(
     rpc_resources=RPC_RESOURCES,
     descriptors=lambda: [load("triton_v1").descriptor_set],
     exposes=exposes,
+    describe_server=describe_server,
+    describe_model=describe_model,
     listeners=ListenerPolicy.REPLACES_ORIGINAL,
 )

@@ -1,0 +1,1 @@
+"""The description of what a listener serves: /openapi.json, and /docs for people."""
