@@ -133,6 +133,7 @@ class ScriptJsonBackend:
         self._config, self._folder = config, version_dir
         self._batched = int(config.get("max_batch_size", 1)) > 1
         self._steps: Any = None
+        self._declared: ScriptModel | None = None
         self._reader: BodyReader | None = None
         self._line: AsyncLine | None = None
         self._channel: CallbackChannel | None = None
@@ -143,7 +144,7 @@ class ScriptJsonBackend:
 
         self._api = requests, tensor
         made, self._steps = open_model(self._config, self._folder)
-        self._model = made
+        self._declared = made
         if made.kind == "arrays" or (made.kind == "stream") != self.decoupled:
             raise ConfigError(f"{made.name} is a model of another kind than it was")
         self._reader = self._steps.reader(batched=self._batched)
@@ -190,10 +191,10 @@ class ScriptJsonBackend:
 
     def _running(self, requests: Sequence[InferenceRequest]) -> AbstractContextManager[None]:
         """Let the model call those that it uses, in what is left of the requests' time."""
-        if not self._model.uses:
+        if self._declared is None or not self._declared.uses:
             return nullcontext()
         limit_us = 1000 * int(self._config.get("run_timeout_ms", 0))
-        return running(self._model, limit_us, *(request.timeout() for request in requests))
+        return running(self._declared, limit_us, *(request.timeout() for request in requests))
 
     def _say_overdue(self) -> None:
         log.error("the model has not given way within run_timeout_ms: its worker is ended")
