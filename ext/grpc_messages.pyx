@@ -73,6 +73,17 @@ cdef class MessageReader:
         """Whether a message, or its prefix, is half there."""
         return self.prefixed > 0
 
+    @property
+    def missing(self) -> int:
+        """Bytes to come of a message under way that is not compressed; 0 without one."""
+        return self.size - self.have if self.prefixed == PREFIX and not self.prefix[0] else 0
+
+    def begun(self) -> bytes:
+        """The bytes of the message under way that are here."""
+        if self.body is NULL:
+            return b""
+        return PyBytes_FromStringAndSize(PyBytes_AS_STRING_of(self.body), self.have)
+
     def __getbuffer__(self, Py_buffer* view, int flags):
         """Room for what is missing of the message under way: its writer says so by `placed`, and lets go of
         it before anything else is done here."""

@@ -26,6 +26,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.string cimport memcpy
+from libcpp.vector cimport vector
 
 from frame_writing cimport H2_DATA, H2_END_HEADERS, H2_END_STREAM, H2_HEADERS, put_frame, put_head
 
@@ -50,6 +51,22 @@ cdef extern from "http2_frames.h" nogil:
         bint take_body(const Http2Event*, Http2Event*)
         bint waits()
 
+cdef extern from "<sys/ioctl.h>" nogil:
+    const unsigned long FIONREAD
+    int ioctl(int, unsigned long, int*)
+
+cdef extern from "http2_arrived.h" nogil:
+    struct iovec:
+        void* iov_base
+        size_t iov_len
+    cppclass Http2Arrived:
+        Http2Reader* reader
+        uint32_t stream, frames
+        vector[iovec] places
+        vector[uint8_t] odd
+        bint plan(int64_t)
+        int64_t receive(int, int64_t)
+
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
 PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(5, 10)
 UNKNOWN, FAULT, REQUEST, PLACED = range(16, 20)
@@ -60,6 +77,7 @@ HEAD_BYTES = 9
 cdef enum:
     MOST_EVENTS = 256
     BORROWED = 4096
+    HEAD_SIZE = 9
     WHOLE_REQUEST = 18
     IN_PLACE = 19
 
@@ -114,6 +132,39 @@ cdef class FrameReader:
         has then, and what comes in one read is one event. What it has no room for is reported as ever, and so is the rest of
         that read. 0: no more."""
         self.diverted, self.place = stream, place if stream else None
+
+    def missing_of(self, int file, uint32_t stream, int64_t rest) -> int:
+        """How many bytes of the `rest` of a body are not in the socket yet, with the heads of its frames, if all of them
+        have the usual size and the last one ends the stream: 0, `receive` gets all of it. -1: what has come
+        of the body says otherwise, or that is too much."""
+        cdef Http2Arrived arrived
+        cdef int there = 0
+        arrived.reader, arrived.stream = self.reader, stream
+        if not arrived.plan(rest) or ioctl(file, FIONREAD, &there):
+            return -1
+        return max(rest + HEAD_SIZE * <int64_t>arrived.frames - there, 0)
+
+    def receive(self, int file, uint32_t stream, list places not None) -> tuple[int, bytes]:
+        """Read the rest of a body, for which `places` have the room, after `missing_of`. Returns how many bytes of it lie
+        in their places, and what came behind these that is no frame as expected: the next input of `read`."""
+        cdef Http2Arrived arrived
+        cdef vector[Py_buffer] views
+        cdef Py_buffer view
+        cdef int64_t rest = 0, placed = 0
+        arrived.reader, arrived.stream = self.reader, stream
+        try:
+            for place in places:
+                PyObject_GetBuffer(place, &view, PyBUF_WRITABLE)
+                views.push_back(view)
+                arrived.places.push_back(iovec(view.buf, <size_t>view.len))
+                rest += view.len
+            if arrived.plan(rest):
+                with nogil:
+                    placed = arrived.receive(file, rest)
+        finally:
+            for view in views:
+                PyBuffer_Release(&view)
+        return max(placed, 0), arrived.odd.data()[:arrived.odd.size()]
 
     def read(self, data, Py_ssize_t nbytes) -> list[tuple[int, object, int, object, int]]:
         """The frames in the first `nbytes` of `data`, and those that these bytes complete, as far as READ_EVENTS go."""

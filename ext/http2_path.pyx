@@ -57,9 +57,10 @@ cdef class Http2Path:
     """One connection. A subclass has `sending`, and for what is special `_take` (every frame but a whole request),
     `_request_anew` (a request with something to it), `_refuse_length`, `_finish_stream`, `_set_aside` (what comes after
     the end, or out of turn), `callback_failed` (an exception while reading or sending), `_drop_rapid_resets`, `_put_off`
-    (what a turn of the loop has no time for), `_spend_window`, `_charge`, `flush`, `_flush_soon`, `look_for_end`. `terms`: points that a connection has at
-    most, how many of them it may spend in one turn, what an answer earns, the state of streams whose request is complete,
-    that of those whose reply is too, and what makes a stream."""
+    (what a turn of the loop has no time for), `_offer_body` (at the end of a read within the body of `arriving`),
+    `_spend_window`, `_charge`, `flush`, `_flush_soon`, `look_for_end`. `terms`: points that a connection has at most, how
+    many of them it may spend in one turn, what an answer earns, the state of streams whose request is complete, that of
+    those whose reply is too, and what makes a stream."""
 
     cdef public SendingPath sending
     cdef public int64_t client_window       # of the client for each new stream
@@ -67,6 +68,7 @@ cdef class Http2Path:
     cdef public bint _ended
     cdef public object _reader, _scratch, _transport, _lifetime, _half
     cdef public object _sip                 # the beginning of `_scratch`, where the next read should be a short one
+    cdef public StreamFields arriving       # the rest of its body may be read out of the socket
     cdef public object backlog             # what was read and waits for another turn of the loop
     cdef public list _out                   # what is written while input is read
     cdef public int64_t _credit             # what the client may send on all streams
@@ -130,6 +132,8 @@ cdef class Http2Path:
                     break
             if (left or taken < len(events)) and not self.over:
                 self._put_off(events[taken:], data, nbytes - left, nbytes)
+            elif self.arriving is not None and not self.over:
+                self._offer_body()
         except Exception as fault:
             self.callback_failed(fault)
         if self._out or self._ended:

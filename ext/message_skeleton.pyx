@@ -5,6 +5,7 @@
     skeleton.head                            # all of it but what is in placeholders: equal heads, equal requests
     skeleton.id, skeleton.leads, skeleton.sizes                # its own
     skeleton.copy_data(0, memory)            # one copy, to where the tensor goes; False: it does not fit
+    SCHEME.read_arrived(body)               # of a large message whose last tensor is still in the socket
 
 TemplateFields and TemplatesPath are what runs for every request whose head is known.
 
@@ -74,6 +75,9 @@ cdef struct Placeholder:
 cdef struct Work:
     # A message being split into its head and its placeholders.
     const Node* nodes
+    const uint8_t* here         # behind the last byte that is here
+    int64_t beyond              # bytes of the message that are not
+    int open_placeholder        # the placeholder that they are in, -1: none
     uint8_t* head               # HEAD_BYTES
     int64_t size                # of the head
     Span id
@@ -115,6 +119,17 @@ cdef class Scheme:
         """The skeleton of a serialized message. None for one whose placeholders are not as they are written by
         protobuf's libraries (packed, an id once and as text), with more than MOST_PLACEHOLDERS of them or none with
         data, whose head is larger than MOST_HEAD_BYTES, or that is no message at all."""
+        return self.skeleton_of(message, 0)
+
+    def read_arrived(self, body not None) -> Skeleton | None:
+        """The skeleton of a message of which `body.begin` are the first bytes, and all `body.left` others the rest of its
+        last tensor, which `body.read_into` reads. None for any other, too."""
+        cdef Skeleton skeleton = self.skeleton_of(body.begin, body.left)
+        if skeleton is not None:
+            skeleton.arrived = body
+        return skeleton
+
+    cdef Skeleton skeleton_of(self, bytes message, int64_t beyond):
         cdef Skeleton skeleton = Skeleton.__new__(Skeleton)
         cdef uint8_t[HEAD_BYTES] head
         cdef Work work
@@ -122,10 +137,11 @@ cdef class Scheme:
         cdef Wire wire = open_wire(<const uint8_t*>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message))
         work.nodes, work.head, work.size = self.nodes.data(), head, 0
         work.has_id, work.entered = False, 0
+        work.here, work.beyond, work.open_placeholder = wire.end, beyond, -1
         work.placeholders, work.leads = &skeleton.placeholders, &skeleton.first
-        if not take_apart(&wire, &work, 0, 0) or skeleton.placeholders.empty():
+        if not take_apart(&wire, &work, 0, 0) or skeleton.placeholders.empty() or (beyond and work.open_placeholder < 0):
             return None
-        skeleton.message = message
+        skeleton.message, skeleton.open_placeholder = message, work.open_placeholder
         skeleton.id = ""
         if work.has_id and work.id.size:
             text = PyUnicode_DecodeUTF8(<const char*>work.id.at, work.id.size, NULL)
@@ -138,12 +154,14 @@ cdef class Scheme:
 
 
 @cython.final
-@cython.no_gc                   # bytes and a text: no cycle can be made of them
+@cython.no_gc                   # bytes, a text, and a body that knows nothing of skeletons: no cycle can be made of them
 @cython.freelist(64)
 cdef class Skeleton:
-    """One request. Its data stays in the message, which it holds on to."""
+    """One request. Its data stays in the message, which it holds on to, or in `arrived`, whose first bytes that is."""
 
     cdef bytes message
+    cdef readonly object arrived    # None: the message is whole
+    cdef int open_placeholder       # the placeholder with data that is not here, -1: none
     cdef vector[Placeholder] placeholders
     cdef vector[int64_t] first
     cdef readonly bytes head
@@ -178,6 +196,8 @@ cdef class Skeleton:
     cdef bint put(self, Py_ssize_t index, out, int width, bint truth) except -1:
         if not 0 <= index < <Py_ssize_t>self.placeholders.size():
             raise IndexError(f"no data {index}: there are {self.placeholders.size()}")
+        if index == self.open_placeholder:
+            raise IndexError(f"data {index} is not here")
         cdef Span span = self.placeholders[<size_t>index].span
         cdef Py_buffer memory
         cdef Sink sink
@@ -195,6 +215,14 @@ cdef class Skeleton:
         finally:
             PyBuffer_Release(&memory)
         return fits
+
+    cdef bint receive(self, memory) except -1:
+        """The data that is not here, out of the socket. All others are read: of this nothing can be asked again."""
+        cdef Span span = self.placeholders[<size_t>self.open_placeholder].span
+        if memory.nbytes != span.size:
+            return False
+        arrived, self.arrived = self.arrived, None
+        return arrived.read_into([memory], span.at - <const uint8_t*>PyBytes_AS_STRING(self.message))
 
     cdef int64_t common(self):
         cdef size_t i
@@ -259,13 +287,20 @@ cdef class TemplateFields:
         places than of inputs."""
         cdef size_t i
         cdef Origin one
+        cdef Py_ssize_t open_at = -1
         if <size_t>len(memory) != self.origins.size():
             raise ValueError(f"{len(memory)} places for {self.origins.size()} inputs")
         for i in range(self.origins.size()):
             one = self.origins[i]
-            if not source.put(one.placeholder, memory[<Py_ssize_t>i], one.width, one.truth):
+            if one.placeholder == source.open_placeholder:
+                if one.width or open_at >= 0:
+                    return False        # numbers are read one by one, and bytes out of a socket once
+                open_at = <Py_ssize_t>i
+            elif not source.put(one.placeholder, memory[<Py_ssize_t>i], one.width, one.truth):
                 return False
-        return True
+        if source.open_placeholder < 0:
+            return True
+        return open_at >= 0 and source.receive(memory[open_at])
 
 
 cdef class TemplatesPath:
@@ -285,6 +320,8 @@ cdef class TemplatesPath:
             self.drop(skeleton.head)
             return False
         if not message.meets(skeleton, path.queue):
+            return False
+        if skeleton.arrived is not None and not path.takes_arrived(message):
             return False
         return path.start(exchange, message, skeleton, skeleton.id, deadline_ns)
 
@@ -336,21 +373,44 @@ cdef bint take_placeholder(Wire* wire, Work* work, uint8_t action, uint32_t tag,
     cdef uint64_t number
     if action == LEAD_PLACEHOLDER:
         return tag & 7 == 0 and read_varint(wire, &number) and add_lead(work, number)
-    if tag & 7 != 2 or not read_span(wire, &span):
+    if tag & 7 != 2 or not (read_open(wire, &span, work) if work.beyond else read_span(wire, &span)):
         return False
     if action == DATA_PLACEHOLDER:
+        if span.size > work.here - span.at:
+            work.open_placeholder = <int>work.placeholders.size()
         placeholder.span, placeholder.field, placeholder.owner = span, <int>(tag >> 3), work.entered - 1 if level else -1
         work.placeholders.push_back(placeholder)
         return work.placeholders.size() <= PLACEHOLDERS
     if action == TEXT_PLACEHOLDER:
+        if span.size > work.here - span.at:
+            return False
         work.id = span
         work.has_id, number = True, work.has_id
         return not number
     inner = enter(wire, span)
+    if span.size > work.here - span.at:
+        if action == LEADS_PLACEHOLDER:
+            return False
+        inner.end = work.here
     if action == LEADS_PLACEHOLDER:
         return read_varint(&inner, &number) and add_lead(work, number) and keep_rest(work, &inner)
     work.entered += level == 0
     return take_apart(&inner, work, child, level + 1) and keep_byte(work, 0)
+
+
+cdef bint read_open(Wire* wire, Span* span, Work* work) noexcept nogil:
+    # A length, and so many bytes: those here, or all that are left of the message, the ones to come included.
+    cdef uint32_t size
+    if not read_short(wire, &size):
+        return False
+    span.at, span.size = wire.at, size
+    if span.size <= wire.end - wire.at:
+        wire.at += size
+        return True
+    if wire.end != work.here or span.size != work.here - wire.at + work.beyond:
+        return False
+    wire.at = wire.end
+    return True
 
 
 cdef bint add_lead(Work* work, uint64_t number) noexcept nogil:

@@ -48,6 +48,7 @@ cdef extern from "wire_read.h" nogil:
     Wire enter(const Wire* outer, Span span)
     bint refuse(Wire* wire, int fault, const uint8_t* where)
     bint read_varint(Wire* wire, uint64_t* value)
+    bint read_short(Wire* wire, uint32_t* value)
     bint read_tag(Wire* wire, uint32_t* tag)
     bint read_span(Wire* wire, Span* span)
     bint skip_value(Wire* wire, uint32_t tag)

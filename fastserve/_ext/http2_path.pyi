@@ -30,6 +30,7 @@ class Http2Path:
     _reader: Any
     _scratch: bytearray
     _sip: memoryview | None
+    arriving: Any
     backlog: Any
     _transport: asyncio.Transport
     _lifetime: Any

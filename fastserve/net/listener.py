@@ -181,6 +181,7 @@ class HttpListener(ListenerState):
         while self.connections:
             await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
         self.hangups.close()
+        self.http2.waits.close()
         run_all(self.on_closed, methodcaller("__call__"))
         if self._timer is not None:
             self._timer.cancel()

@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 from fastserve._ext.message_skeleton import Scheme, Skeleton, TemplateFields, TemplatesPath
 from fastserve._ext.request_template import RequestTemplate, RequestTemplates
 from fastserve.net.grpc import GrpcExchange
+from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest
 from fastserve.serving.dialect import DialectService
@@ -57,13 +58,18 @@ class MessageTemplates(TemplatesPath, Generic[Prepared]):
     """Templates of one kind of messages of one dialect, in one front process."""
 
     def __init__(self, service: DialectService, scheme: Scheme) -> None:
-        self._traffic, self.read = service.traffic, scheme.read
+        self._traffic, self.read, self.read_arrived = service.traffic, scheme.read, scheme.read_arrived
         self._heads: PreparedCache[Prepared] = PreparedCache(service.keepers, MOST_TEMPLATES)
         self.find, self.drop = self._heads.find, self._heads.drop
 
     def take(self, data: bytes, exchange: GrpcExchange) -> bool:
         """Take a request, or return False: nothing has happened then. For `Method.start`."""
         skeleton = self.read(data)
+        return skeleton is not None and self.start(skeleton, exchange, exchange.deadline_ns)
+
+    def take_arrived(self, exchange: GrpcExchange, body: ArrivedBody) -> bool:
+        """Take a request whose last tensor is still in the socket, or return False. For `Method.take`."""
+        skeleton = self.read_arrived(body)
         return skeleton is not None and self.start(skeleton, exchange, exchange.deadline_ns)
 
     def cache_template(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from itertools import pairwise
 
 import pytest
@@ -356,3 +357,96 @@ def test_a_place_that_is_none() -> None:
     reader.divert(1, b"read only")
     with pytest.raises(BufferError):
         reader.read(b"PRI", 3)
+
+
+ONE_FRAME = 64
+SHAPES = st.one_of(
+    st.just(None),
+    st.lists(st.tuples(st.integers(0, ONE_FRAME), st.sampled_from("dddddppwroe")), min_size=1, max_size=8),
+)
+
+
+def shape_body(body: bytes, shape: list[tuple[int, str]] | None) -> list[bytes]:
+    """Frames of a body on stream 1: as clients send them, or with these sizes and others between."""
+    found, at = [], 0
+    for size, kind in shape or []:
+        piece, at = body[at : at + size], at + size
+        if kind == "w":
+            found.append(ext.frame(ext.WINDOW_UPDATE, 0, 0, b"\0\0\0\1"))
+        elif kind == "r":
+            found.append(ext.frame(ext.RST_STREAM, 0, 1, bytes(4)))
+        elif kind == "o":
+            found.append(ext.frame(ext.DATA, 0, 3, b"another's"))
+        padded = kind == "p" and len(piece) < 60
+        payload = b"\3" + piece + bytes(3) if padded else piece
+        found.append(ext.frame(ext.DATA, 8 * padded + (kind == "e"), 1, payload))
+    return found + [
+        ext.frame(ext.DATA, start + ONE_FRAME >= len(body), 1, body[start : start + ONE_FRAME])
+        for start in range(at, len(body), ONE_FRAME)
+    ]
+
+
+@given(st.binary(min_size=1, max_size=400), SHAPES, st.data())
+def test_a_body_that_waits_in_the_socket_is_the_same_body(
+    body: bytes, shape: list[tuple[int, str]] | None, data: st.DataObject
+) -> None:
+    """Read into its places by one call, or told as ever from the first frame on that is not as expected."""
+    stream = b"".join(shape_body(body, shape)) + PING
+    begun = data.draw(st.integers(0, len(stream)))
+    there = data.draw(st.integers(begun, len(stream)))
+    expected = ext.FrameReader(ONE_FRAME, 100, 3)
+    reader = ext.FrameReader(ONE_FRAME, 100, 3)
+    for one in (expected, reader):
+        one.read(PREFACE + SETTINGS, len(PREFACE + SETTINGS))
+    wanted = [one for event in expected.read(stream, len(stream)) for one in plain(event)]
+    told = [one for event in reader.read(stream[:begun], begun) for one in plain(event)]
+    before = sum(len(one[3]) for one in told if one[0] == ext.DATA and one[2] == 1)
+    rest = len(body) - before
+    client, server = socket.socketpair()
+    with client, server:
+        for end in (client, server):
+            end.setblocking(False)
+        client.sendall(stream[begun:there])
+        missing = reader.missing_of(server.fileno(), 1, rest)
+        if missing >= 0:
+            cuts = sorted(data.draw(st.lists(st.integers(0, rest), max_size=3)))
+            places = [memoryview(bytearray(high - low)) for low, high in pairwise([0, *cuts, rest])]
+            got, odd = reader.receive(server.fileno(), 1, places)
+            assert 0 <= got <= rest
+            if got:
+                told.append((ext.DATA, int(got == rest), 1, b"".join(places)[:got], got))
+            if got == rest:
+                assert (missing, odd) == (0, b"")
+            elif not missing:
+                assert odd
+        else:
+            odd = b""
+        odd += server.recv(1 << 16) if there > begun and has_bytes(server) else b""
+        odd += stream[there:]
+        told += [one for event in reader.read(odd, len(odd)) for one in plain(event)]
+    assert joined(told) == joined(wanted)
+    if shape is None and begun < 9 and there == len(stream):
+        assert missing == 0 or begun
+
+
+def has_bytes(server: socket.socket) -> bool:
+    try:
+        return bool(server.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize("rest", [0, -1, 1 << 24])
+def test_rests_that_are_none_or_too_much(rest: int) -> None:
+    reader = ext.FrameReader(ONE_FRAME, 100, 3)
+    reader.read(PREFACE + SETTINGS, len(PREFACE + SETTINGS))
+    assert reader.missing_of(0, 1, rest) == -1
+
+
+def test_a_file_that_is_none() -> None:
+    reader = ext.FrameReader(ONE_FRAME, 100, 3)
+    reader.read(PREFACE + SETTINGS, len(PREFACE + SETTINGS))
+    assert reader.missing_of(-1, 1, 100) == -1
+    assert reader.receive(-1, 1, [memoryview(bytearray(100))]) == (0, b"")
+    with pytest.raises(BufferError):
+        reader.receive(-1, 1, [memoryview(b"read only")])

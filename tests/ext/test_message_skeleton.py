@@ -321,3 +321,73 @@ def test_a_head_leads_to_its_path_and_no_further_than_its_version() -> None:
     known.find_version = lambda: None
     assert not messages.start(skeleton, "exchange", 7)
     assert (dropped, len(started)) == ([skeleton.head], 2)
+
+
+class Arrived:
+    """A message of which all but `begin` is elsewhere, and can be read once."""
+
+    def __init__(self, message: bytes, begun: int) -> None:
+        self.begin, self.left = message[:begun], len(message) - begun
+        self._message = message
+
+    def read_into(self, places: list[memoryview], skip: int) -> bool:
+        (place,) = places
+        assert len(place) == len(self._message) - skip
+        place[:] = self._message[skip:]
+        self.left = 0
+        return True
+
+
+def check_arrived(scheme: Scheme, message: bytes, begun: int) -> bool:
+    """A skeleton of a message that is not all here is that of the whole message, or there is none."""
+    body, whole = Arrived(message, begun), scheme.read(message)
+    skeleton = scheme.read_arrived(body)
+    if skeleton is None:
+        return False
+    assert whole is not None
+    assert skeleton.arrived is body
+    for name in ("head", "id", "leads", "sizes", "fields", "rows"):
+        assert getattr(skeleton, name) == getattr(whole, name)
+    template = TemplateFields()
+    template.sources = [(index, 0, False) for index in range(len(whole.sizes))]
+    memory = [memoryview(bytearray(size)) for size in whole.sizes]
+    if body.left:
+        with pytest.raises(IndexError, match="is not here"):
+            skeleton.copy_data(len(whole.sizes) - 1, memory[-1])
+        template.sources = [*template.sources, (len(whole.sizes) - 1, 0, False)]
+        assert not template.fill(skeleton, [*memory, memory[-1]]), "twice"
+        template.sources = template.sources[:-1]
+        assert not template.fill(skeleton, [*memory[:-1], memoryview(bytearray(whole.sizes[-1] + 1))])
+        template.sources = [*template.sources[:-1], (len(whole.sizes) - 1, 4, False)]
+        assert not template.fill(skeleton, memory), "one by one"
+        template.sources = [*template.sources[:-1], (len(whole.sizes) - 1, 0, False)]
+    assert body.left == len(message) - begun
+    assert template.fill(skeleton, memory)
+    assert [bytes(place) for place in memory] == data_of(whole)
+    return True
+
+
+@examples(100)
+@pytest.mark.parametrize("name", KINDS)
+@given(st.data())
+def test_messages_that_are_not_all_here(name: str, data: st.DataObject) -> None:
+    message = data.draw(SENT[name] | bent(SENT[name]))
+    for begun in range(len(message) + 1):
+        check_arrived(KINDS[name][1], message, begun)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_message_whose_tensor_is_not_here(name: str) -> None:
+    """From the length of its last tensor on, where that is the last of the message."""
+    content = bytes(range(200))
+    if name == "v2":
+        inputs = [{"name": "x", "datatype": "FP32", "shape": [1, 50]}]
+        message = serialize({"model_name": "m", "inputs": inputs, "raw_input_contents": [content]})
+    else:
+        message = field(1, 2, field(1, 2, b"m")) + field(
+            2, 2, field(1, 2, b"x") + field(2, 2, field(4, 2, content))
+        )
+    found = [begun for begun in range(len(message) + 1) if check_arrived(KINDS[name][1], message, begun)]
+    assert found == list(range(len(message) - len(content), len(message) + 1))
+    behind = message + field(9, 2, b"more")
+    assert KINDS[name][1].read_arrived(Arrived(behind, len(behind) - 100)) is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -43,6 +44,7 @@ from fastserve.dialects.grps.service import (
 )
 from fastserve.errors import ServeError, invalid
 from fastserve.net.grpc import AwaitedExchange, GrpcExchange, Method, Rpc
+from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
@@ -137,6 +139,14 @@ class GrpsPredictRpc:
         deadline_ns = self._service.sooner_ns(exchange.received_ns, exchange.deadline_ns)
         return self._known.start(skeleton, exchange, deadline_ns)
 
+    def take(self, exchange: GrpcExchange, body: ArrivedBody) -> bool:
+        """Take a message whose last numbers are still in the socket, or return False."""
+        skeleton = self._known.read_arrived(body)
+        if skeleton is None:
+            return False
+        deadline_ns = self._service.sooner_ns(exchange.received_ns, exchange.deadline_ns)
+        return self._known.start(skeleton, exchange, deadline_ns)
+
     def cache_template(self, data: bytes, message: Any, request: InferRequest, version: Version) -> None:
         """Remember a message that the general path has answered."""
         if message.WhichOneof("data_oneof") != "gtensors" or speaks_messages(version):
@@ -182,16 +192,14 @@ def make_methods(service: GrpsService) -> list[Method]:
     }
     methods = [_method(name, partial(_answer, service, run)) for name, run in plain.items()]
     predict = GrpsPredictRpc(service)
-    methods.append(_method("Predict", predict, start=predict.start))
+    methods.append(replace(_method("Predict", predict), start=predict.start, take=predict.take))
     methods.append(_method("PredictStreaming", partial(stream, service), gives_stream=True))
     return methods
 
 
-def _method(
-    name: str, run: Callable[[bytes, Any], Any], *, gives_stream: bool = False, start: Any = None
-) -> Method:
+def _method(name: str, run: Callable[[bytes, Any], Any], *, gives_stream: bool = False) -> Method:
     path = SERVICE + name
-    return Method(path, bytes, run, bytes, gives_stream=gives_stream, scope=RPCS[path], start=start)
+    return Method(path, bytes, run, bytes, gives_stream=gives_stream, scope=RPCS[path])
 
 
 async def _answer(

@@ -52,6 +52,7 @@ from fastserve.dialects.kserve.service import KServeService, rpc_error
 from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.net.access_control import Scope
 from fastserve.net.grpc import GrpcExchange, Method, Rpc
+from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.request import InferRequest, InferResponse, Lent
 from fastserve.serving.client_shared_memory import OutputBuffers, Range, Regions
 from fastserve.serving.exchange import RpcExchange, deadline_of, internal_error
@@ -329,8 +330,8 @@ def find_sources(
 
 def make_infer(service: KServeService) -> Method:
     """Return the method of ModelInfer."""
-    infer = ModelInfer(service)
-    return Method(SERVICE + "ModelInfer", bytes, infer, bytes, scope=Scope.INFER, start=infer.start)
+    infer, path = ModelInfer(service), SERVICE + "ModelInfer"
+    return Method(path, bytes, infer, bytes, scope=Scope.INFER, start=infer.start, take=infer.take)
 
 
 class ModelInfer:
@@ -350,6 +351,13 @@ class ModelInfer:
             return False
         skeleton = self._fast.read(data)
         return skeleton is not None and self._fast.start(skeleton, exchange, exchange.deadline_ns)
+
+    def take(self, exchange: GrpcExchange, body: ArrivedBody) -> bool:
+        """Start a request of a known skeleton whose last tensor is still in the socket, or return False."""
+        service = self._service
+        if service.traces.on or service.forward_grpc:
+            return False
+        return self._fast.take_arrived(exchange, body)
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """Return a serialized ModelInferResponse. Raises ServeError."""

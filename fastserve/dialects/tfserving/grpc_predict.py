@@ -205,7 +205,8 @@ class PredictRpc:
     def __init__(self, service: TFServingService) -> None:
         self._service = service
         self._fast: MessageTemplates[PredictTemplate] = MessageTemplates(service, SCHEME)
-        self.start = self._fast.take  # takes a request that it knows, or leaves it to the coroutine below
+        # They take a request that is known, or leave it to the coroutine below.
+        self.start, self.take = self._fast.take, self._fast.take_arrived
 
     async def __call__(self, data: bytes, rpc: Rpc) -> bytes:
         """A serialized PredictResponse. Raises ServeError."""

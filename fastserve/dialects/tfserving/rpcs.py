@@ -453,7 +453,8 @@ def make_methods(service: TFServingService) -> list[Method]:
             with_status(models.reload_config),
         ),
     }
-    methods = [replace(_method(PREDICTION_SERVICE + "Predict", bytes, predict, bytes), start=predict.start)]
+    method = _method(PREDICTION_SERVICE + "Predict", bytes, predict, bytes)
+    methods = [replace(method, start=predict.start, take=predict.take)]
     for name, (request, run) in examples.items():
         methods.append(_method(PREDICTION_SERVICE + name, _reader(request, EXAMPLES_BYTES), run, bytes))
     for path, (request, run) in about.items():

@@ -51,7 +51,7 @@ from fastserve.net.grpc.method import (
     tell_error,
     too_large,
 )
-from fastserve.net.http1.large_bodies import BULK_BYTES
+from fastserve.net.http1.large_bodies import BULK_BYTES, ArrivedBody, offer
 from fastserve.net.http2.stream import STREAM_WINDOW, Http2Stream, Piece, StreamState
 from fastserve.net.limits import Verdict, WireFault, slowness
 from fastserve.net.request import RequestHead as HttpHead
@@ -298,8 +298,29 @@ class GrpcCall(CallPath):
             self.stream.expect(wanted)
             if wanted >= BULK_BYTES:
                 self.stream.place(self._reader, self._took)
+                if self.head.take is not None:
+                    self.stream.offer_rest(self)
         elif wanted > STREAM_WINDOW // 2:  # up to a half of the window may not have been given back yet
             self.stream.expect(wanted + STREAM_WINDOW // 2)
+
+    # ---- fastserve.net.http2.stream.BodyTaker
+
+    def missing(self) -> int:
+        """Return how many bytes of the message are to come; 0 when the method may not take it."""
+        idle = self.over or self._message is not None or not self.head.calls.opening.done
+        return 0 if idle else self._reader.missing
+
+    def received(self) -> bytes:
+        """Return the bytes of the message that are here."""
+        return self._reader.begun()
+
+    def take_arrived(self, body: ArrivedBody) -> bool:
+        """Offer the method a message whose rest waits in the socket; return whether the method took it."""
+        assert self.head.take is not None
+        taken = offer(self.head.take, self, body)
+        if taken:
+            del self._reader  # and with it room for the message
+        return taken
 
     def taken(self, nbytes: int) -> None:
         """Give back the window of a message that the method has taken; a message behind it asks anew."""
@@ -649,6 +670,7 @@ class CallHead(HeadPath):
 
     __slots__ = (
         "_metadata", "coding", "encoding", "fault", "headers", "method", "most_bytes", "names", "path",
+        "take",
     )  # fmt: skip
 
     def __init__(self, calls: GrpcCalls, head: HttpHead, method: Method | None) -> None:
@@ -665,6 +687,7 @@ class CallHead(HeadPath):
         self._metadata: Metadata | None = None
         admin = self.method.scope is Scope.ADMIN  # whose callers are looked at
         self.start = None if admin else self.method.start  # the short way, once the server has opened
+        self.take = None if admin else self.method.take
         self.takes_stream = self.method.takes_stream
         try:
             self._read(head)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.net.access_control import FROM_A_PAGE, Opening, Resources, Restrictions, Scope, Secret
+from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.settings import Limits
 from fastserve.util.offload import Offload
 from fastserve.util.rate_limited_log import RateLimitedLog
@@ -98,6 +99,8 @@ class Method:
     scope: Scope | None = None
     resources: Resources | None = None
     start: Callable[[bytes, GrpcExchange], bool] | None = None
+    take: Callable[[GrpcExchange, ArrivedBody], bool] | None = None
+    """As `start`, for a large message whose rest is still in the socket: reads it into a batch's rows."""
     most_bytes: int = 0
     """The most bytes of a request's message, within the listener's limit; 0: SMALL_BYTES unless it infers."""
 
@@ -234,4 +237,4 @@ def restrict_method(method: Method, wanted: Sequence[Secret]) -> Method:
             if isinstance(pieces, AsyncGenerator):
                 await pieces.aclose()
 
-    return replace(method, run=stream if method.gives_stream else run, start=None)
+    return replace(method, run=stream if method.gives_stream else run, start=None, take=None)

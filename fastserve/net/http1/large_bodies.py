@@ -27,11 +27,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from fcntl import ioctl
 from termios import FIONREAD
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
 from fastserve.net.callback_guard import guarded
-from fastserve.net.request import Call
 
 _NUMBER = bytes(4)  # what FIONREAD answers
 
@@ -79,14 +78,22 @@ class ArrivedBody:
         return not self.left
 
 
-Take = Callable[["Call", ArrivedBody], bool]
+class FailingExchange(Protocol):
+    """An exchange that an unexpected error ends."""
+
+    def fail(self, error: BaseException) -> None:
+        """Log the error and answer with an internal one."""
+
+
+TakenExchange = TypeVar("TakenExchange", bound=FailingExchange)
+Take = Callable[[TakenExchange, ArrivedBody], bool]
 
 
 def find_arrived(
     transport: asyncio.Transport, pieces: Sequence[bytes | bytearray], need: int
 ) -> ArrivedBody | None:
     """Return the body of which `pieces` were read, if the `need` missing bytes can be read at once."""
-    bare = _bare_socket(transport)
+    bare = bare_socket(transport)
     if bare is None:
         return None
     file = bare.fileno()
@@ -98,7 +105,7 @@ def wake_at(transport: asyncio.Transport, nbytes: int) -> bool:
     """Set SO_RCVLOWAT: the loop wakes when the socket has `nbytes`, or no more will come; 1 is the
     default. Returns False for a socket without the option. The kernel caps it at its receive buffer, and
     wakes then."""
-    bare = _bare_socket(transport)
+    bare = bare_socket(transport)
     if bare is None:
         return False
     try:
@@ -108,7 +115,7 @@ def wake_at(transport: asyncio.Transport, nbytes: int) -> bool:
     return True
 
 
-def _bare_socket(transport: asyncio.Transport) -> socket.socket | None:
+def bare_socket(transport: asyncio.Transport) -> socket.socket | None:
     """Return the socket below the transport; None with TLS, and for a closed one, whose descriptor may be
     another's."""
     if transport.get_extra_info("ssl_object") is not None or transport.is_closing():
@@ -116,7 +123,7 @@ def _bare_socket(transport: asyncio.Transport) -> socket.socket | None:
     return cast("socket.socket | None", transport.get_extra_info("socket"))
 
 
-def offer(take: Take, call: Call, body: ArrivedBody) -> bool:
+def offer(take: Take[TakenExchange], call: TakenExchange, body: ArrivedBody) -> bool:
     """Offer the body to the endpoint; return whether it took the call, which is answered then, even if
     taking it failed."""
     try:

@@ -30,8 +30,10 @@ from fastserve._ext.http2_path import Http2Path
 from fastserve.errors import ServeError
 from fastserve.net.callback_guard import Peered, guarded
 from fastserve.net.half_closed import HalfClosedTransport
+from fastserve.net.http1.large_bodies import BULK_BYTES, MOST_AWAITED_BYTES, bare_socket, wake_at
 from fastserve.net.http2 import abuse_budget, settings
 from fastserve.net.http2.abuse_budget import RAPID_RESET, FrameBacklog, FrameEvent, drop_rapid_resets
+from fastserve.net.http2.arrived_bodies import SKIPPED_BODIES, ArrivedFrames
 from fastserve.net.http2.flow_control import Sending, WindowTuner
 from fastserve.net.http2.headers import Fields, check_fields
 from fastserve.net.http2.settings import (
@@ -47,6 +49,7 @@ from fastserve.net.http2.settings import (
 from fastserve.net.http2.stream import (
     RECEIVING,
     TRANSITIONS,
+    BodyTaker,
     ConnectionFault,
     ErrorCode,
     Http2Stream,
@@ -99,11 +102,12 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     blocks: dict[bytes, RequestHead]
     sending: Sending
     streams: dict[int, Http2Stream]
+    arriving: Http2Stream | None
 
     __slots__ = (
-        "_claim", "_cut", "_decoder", "_drain_rate", "_drain_s", "_generation", "_held_back", "_parts",
-        "_settings_due", "_since_s", "_skipped", "_timeouts", "_unsent_answers", "growth", "listener",
-        "shared",
+        "_awaited", "_awaits", "_claim", "_cut", "_decoder", "_drain_rate", "_drain_s", "_file",
+        "_generation", "_held_back", "_parts", "_settings_due", "_since_s", "_skipped", "_timeouts",
+        "_unawaited", "_unoffered", "_unsent_answers", "growth", "listener", "shared",
     )  # fmt: skip
     _claim: Claim | None  # of the memory that this connection holds beyond its allowance
 
@@ -122,6 +126,9 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         self.growth = WindowTuner()
         self.client_window = FIRST_WINDOW
         self._parts = False  # some of what is written while input is read is large
+        self._file = -1  # the socket's descriptor, where bodies may be read out of it
+        self._unoffered = self._unawaited = 0  # next bodies that are not offered to endpoints, or not awaited
+        self._awaits = self._awaited = False  # the body's rest may be awaited; the kernel waits for it
         self._credit, self._low = CONNECTION_WINDOW, LOW_WINDOW
         self._unsent_answers, self._settings_due, self._timeouts = 0, True, Timeouts()
         self._drain_rate: DrainRate | None = None  # of what is queued, since anything was
@@ -147,6 +154,8 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         self.write(frame(kinds.SETTINGS, 0, 0, settings.write_settings(limits.streams, limits.header_bytes)))
         self.write(frame(kinds.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - FIRST_WINDOW)))
         self.shared.pour(data, self.buffer_updated)
+        bare = bare_socket(self._transport)  # now that nothing lies between the frame reader and the socket
+        self._file = -1 if bare is None else bare.fileno()
 
     def _take(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
         """Handle any frame but a whole request."""
@@ -730,14 +739,115 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         if self.may_divert(stream):
             self._reader.divert(stream.id, place)
 
+    # ---- large bodies that wait in the socket
+
+    def offer_rest(self, stream: Http2Stream, taker: BodyTaker) -> None:
+        """Offer `taker` the rest of a body that is put into its place, once all of it waits in the
+        socket."""
+        if self._file < 0 or self._reader.diverted != stream.id:
+            return
+        if self._unoffered:
+            self._unoffered -= 1
+            return
+        assert stream.inlet is not None
+        stream.inlet.taker, self.arriving = taker, stream
+        self._awaits = not self._unawaited
+        self._unawaited -= bool(self._unawaited)
+
+    def _offer_body(self) -> None:
+        """Offer a body to its endpoint at the end of a read, if the rest of it waits in the socket in frames
+        of the usual size. The endpoint reads it into the rows of a batch; none are reserved for a slow
+        client."""
+        stream = self.arriving
+        assert stream is not None
+        inlet = stream.inlet
+        assert inlet is not None
+        assert inlet.taker is not None
+        awaited = self._awaited
+        self._stop_awaiting()
+        rest = inlet.taker.missing()
+        if rest < max(BULK_BYTES, inlet.received) or len(self.streams) > 1 or stream.state is not OPENED:
+            self.arriving = None  # to copy what is there once more would cost what is saved
+            return
+        if rest > min(inlet.credit, self._credit) or inlet.missing not in (-1, rest):
+            return
+        if self._transport.is_closing():
+            return
+        missing = self._reader.missing_of(self._file, stream.id, rest)
+        if missing == 0:
+            self.arriving = None
+            self._take_arrived(stream, inlet.taker, rest)
+        elif missing > 0 and not awaited:  # else the kernel has ended the wait: its buffer has no more room
+            self._await_rest(rest)
+
+    def _take_arrived(self, stream: Http2Stream, taker: BodyTaker, rest: int) -> None:
+        """Have a body read out of the socket. If its frames are not as expected, the bytes before are
+        handed on as a piece of the body, and those from there on become input."""
+        begun = taker.received()
+        body = ArrivedFrames(self._file, begun, rest, self, stream)
+        taker.take_arrived(body)
+        if body.left and len(body.begin) > len(begun):
+            piece = body.begin[len(begun) :]
+            self._spend_window(len(piece))
+            self._take_data_frame(stream.id, False, piece, len(piece))
+        if body.odd and not self.over:
+            self._unoffered = SKIPPED_BODIES
+            self._put_off([], memoryview(body.odd), 0, len(body.odd))
+
+    def _await_rest(self, nbytes: int) -> None:
+        """Have the loop wake once, when so many bytes of a body have come or a few milliseconds have
+        passed."""
+        if self._awaits and nbytes <= MOST_AWAITED_BYTES and wake_at(self._transport, nbytes):
+            self._awaited = True
+            self._sip = self.shared.sip
+            self.shared.waits.add(self)
+            self._transport.pause_reading()  # it may read again in this turn otherwise, without waiting
+            asyncio.get_running_loop().call_soon(self._end_pause)
+
+    @guarded
+    def _end_pause(self) -> None:
+        if not self._held_back:
+            self._resume_reading()
+
+    def _stop_awaiting(self) -> None:
+        """Read bytes as they come again."""
+        if self._awaited:
+            self._awaited = False
+            self.shared.waits.remove(self)
+            wake_at(self._transport, 1)
+
+    def give_up_awaiting(self) -> None:
+        """Read a body as it comes that has taken too long; the client's next ones are not awaited."""
+        self._awaits, self._unawaited = False, SKIPPED_BODIES
+        self._stop_awaiting()
+
+    def receive(self, file: int, stream: Http2Stream, places: list[memoryview]) -> tuple[int, bytes]:
+        """Read the rest of a body out of the socket into its places. Returns how many bytes lie there, and
+        those behind them that are no DATA as expected. The last byte ends the request."""
+        got, odd = self._reader.receive(file, stream.id, places)
+        if got == sum(map(len, places)):
+            assert stream.inlet is not None
+            stream.inlet.credit -= got
+            stream.inlet.received += got
+            stream.inlet.missing = 0
+            self._spend_window(got)
+            stream.move(StreamTransition.RECEIVED_END)
+            self.let_go(stream)
+        return got, odd
+
+    # ---- the end of receiving
+
     def let_go(self, stream: Http2Stream) -> None:
         """Release what was kept for receiving the stream's body."""
         self.growth.release(stream)
+        if self.arriving is stream:
+            self.arriving = None
+            self._stop_awaiting()
         if self._reader.diverted == stream.id:
             self._reader.divert(0, None)
             self._sip = self.shared.sip  # the next is likely to be as large: its head comes alone
         if stream.inlet is not None:
-            stream.inlet.took = None
+            stream.inlet.took = stream.inlet.taker = None
 
     # ---- what goes out
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastserve._ext.slab import blank_bytes, grow_bytes
 from fastserve.errors import ServeError, detach
 from fastserve.net.callback_guard import Guarded, report
-from fastserve.net.http1.large_bodies import BULK_BYTES, CLAIMED_BYTES, SIP_BYTES
+from fastserve.net.http1.large_bodies import BULK_BYTES, CLAIMED_BYTES, SIP_BYTES, ArrivedBody, offer
+from fastserve.net.http2.arrived_bodies import BodyWaits
 from fastserve.net.http2.headers import CONTINUE, Fields, read_head, write_fields
 from fastserve.net.http2.stream import ErrorCode, Http2Stream, Piece, ServiceFinder, StreamState
 from fastserve.net.limits import JSON, BodyRefused, Verdict, WireFault, cut_off, over_limit, slowness
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 class StreamBody:
     """Collect one body in one buffer, which is allocated beforehand when its length is known."""
 
-    __slots__ = ("_at", "_buffer", "_stream", "_total", "_view")
+    __slots__ = ("_at", "_buffer", "_service", "_stream", "_total", "_view")
 
-    def __init__(self, stream: Http2Stream, total: int) -> None:
-        self._stream = stream
+    def __init__(self, service: HttpService, stream: Http2Stream, total: int) -> None:
+        self._service, self._stream = service, stream
         self._total = total  # below 0: not known
         self._buffer = blank_bytes(min(total, CLAIMED_BYTES)) if total > 0 else bytearray()
         # Pieces go through a view: assigned to a bytearray's slice, a view is copied to a bytearray first.
@@ -61,10 +62,23 @@ class StreamBody:
             stream = self._stream
             if stream.connection.may_divert(stream):
                 stream.place(self._view[self._at :], self._took)
+                if not self._at and hasattr(stream.head.endpoint, "take"):
+                    stream.offer_rest(self)
 
     def _took(self, nbytes: int) -> None:
         self._at += nbytes
         self.offer()
+
+    # ---- fastserve.net.http2.stream.BodyTaker
+
+    def missing(self) -> int:
+        return self._total - self._at
+
+    def received(self) -> bytes:
+        return bytes(memoryview(self._buffer)[: self._at])
+
+    def take_arrived(self, body: ArrivedBody) -> bool:
+        return self._service.take(self._stream, body)
 
     def take(self) -> bytearray:
         """Return the whole body."""
@@ -101,6 +115,17 @@ class HttpService:
             if work is not None:
                 call.run(work)
 
+    def take(self, stream: Http2Stream, body: ArrivedBody) -> bool:
+        """Offer a body that waits in the socket to the endpoint; return whether it took the call."""
+        connection: Any = stream.connection
+        begun, endpoint = stream.context, stream.head.endpoint
+        stream.context = call = StreamCall(connection, stream.head, cast(bytes, body))  # its length is asked
+        call.carrier = stream
+        taken = offer(endpoint.take, call, body)  # type: ignore[attr-defined]
+        if not taken:
+            stream.context = begun
+        return taken
+
     def begin(self, stream: Http2Stream) -> None:
         """Prepare for a body; send 100 Continue where the client waits for it."""
         if stream.head.body_bytes >= CHECKED_BYTES:
@@ -111,7 +136,7 @@ class HttpService:
                 return
         if stream.head.expects_continue:
             stream.send_head(CONTINUE)
-        stream.context = body = StreamBody(stream, stream.head.body_bytes)
+        stream.context = body = StreamBody(self, stream, stream.head.body_bytes)
         body.offer()
         stream.expect(stream.head.body_bytes)
 
@@ -330,6 +355,7 @@ class Http2Shared:
         self.scratch = bytearray()
         self.sip = memoryview(self.scratch)  # the beginning of it
         self._gathering: list[Flushed] = []
+        self.waits = BodyWaits()
         self._heads: dict[tuple[tuple[bytes, bytes], ...], RequestHead] = {}
 
     def open(self) -> None:

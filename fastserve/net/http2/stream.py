@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from fastserve.errors import ServeError
+    from fastserve.net.http1.large_bodies import ArrivedBody
     from fastserve.net.limits import WireFault
     from fastserve.net.request import CallListener, RequestHead
     from fastserve.settings import Limits
@@ -79,6 +80,8 @@ def malformed(text: str) -> StreamFault:
 class StreamState(Enum):
     """The state of a stream (RFC 9113 5.1)."""
 
+    __hash__ = object.__hash__  # Enum's is Python, and each frame asks for it
+
     IDLE = auto()
     OPEN = auto()
     HALF_CLOSED_REMOTE = auto()  # the request is complete
@@ -89,6 +92,8 @@ class StreamState(Enum):
 class StreamTransition(Enum):
     """An event that changes a stream's state. Frames that change none, such as DATA without END_STREAM,
     are not here."""
+
+    __hash__ = object.__hash__
 
     HEADERS = auto()  # received, without END_STREAM
     WHOLE = auto()  # HEADERS received with END_STREAM, or at once with the only DATA
@@ -215,6 +220,9 @@ class StreamConnection(Protocol):
     def divert(self, stream: Http2Stream, place: Buffer) -> None:
         """Have a body put straight into its place, if it may."""
 
+    def offer_rest(self, stream: Http2Stream, taker: BodyTaker) -> None:
+        """Offer `taker` the rest of a body that is put into its place, once it has come."""
+
     def release_bytes(self, stream: Http2Stream, nbytes: int) -> None:
         """So many bytes of a request are not held any more."""
 
@@ -228,10 +236,23 @@ class StreamConnection(Protocol):
         """Let the client send so many bytes more on this stream."""
 
 
+class BodyTaker(Protocol):
+    """A request whose endpoint may read the rest of its large body out of the socket."""
+
+    def missing(self) -> int:
+        """Return how many bytes of the body are to come; 0 when the endpoint cannot read them."""
+
+    def received(self) -> bytes:
+        """Return the bytes of the body that are here."""
+
+    def take_arrived(self, body: ArrivedBody) -> bool:
+        """Begin the request with this body, or return False, without a trace but bytes read from the body."""
+
+
 class Inlet:
     """The receiving side of a stream whose request did not come at once."""
 
-    __slots__ = ("credit", "grown", "missing", "owed", "received", "seen", "since_s", "took")
+    __slots__ = ("credit", "grown", "missing", "owed", "received", "seen", "since_s", "taker", "took")
 
     def __init__(self, missing: int) -> None:
         self.missing = missing  # bytes, below 0 when the length is not known
@@ -241,6 +262,7 @@ class Inlet:
         self.received = self.seen = 0  # bytes: all, and those of the last look at their rate
         self.since_s = -1.0  # when that was
         self.took: Callable[[int], None] | None = None  # gets the count of bytes that lie in their place
+        self.taker: BodyTaker | None = None  # is offered the rest of the body
 
     def is_slow(self, now: float, limits: Limits) -> bool:
         """Return whether the body was too slow over the last limits.header_timeout_s."""
@@ -347,6 +369,11 @@ class Http2Stream(StreamFields):
         if self.inlet is not None and not self.complete:
             self.inlet.took = took
             self.connection.divert(self, room)
+
+    def offer_rest(self, taker: BodyTaker) -> None:
+        """Offer `taker` the rest of a body that has a place, once all of it waits in the socket."""
+        if self.inlet is not None and not self.complete:
+            self.connection.offer_rest(self, taker)
 
     # ---- what goes
 
