@@ -4,7 +4,7 @@
     while scanner.trim(): ...        every few seconds; True: cut short, to be gone on with soon
     scanner.running()                     each running batch: worker, last sign of life, executed
 
-    pulse = Heartbeat(arena.memory, arena.worker_doorbells)
+    pulse = WorkerHeartbeat(arena.memory, arena.worker_doorbells)
     pulse.ping(0)                       whether worker 0 has answered the ping before; its loop does, also while it idles
 
 What was free at one look and at the next is given back, in every process at once. How that is safe beside live
@@ -64,7 +64,7 @@ cdef class ArenaScanner:
         return more
 
 
-cdef class Heartbeat:
+cdef class WorkerHeartbeat:
     """The owner's questions to the workers of an arena whether they live; the memory is borrowed. `parted`: their
     answers may come in parts, also when execute() is over."""
 

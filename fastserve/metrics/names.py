@@ -173,9 +173,6 @@ CATALOGUE: dict[str, Metric] = {
 # The values `cause`, `stage`, `sealed` and `result` may have; other texts are a mistake in the server.
 REJECT_CAUSES = ("queue_rows", "queue_bytes", "deadline", "draining", "no_worker", "too_large", "invalid")
 
-# Of wire rejects: the limit's own name (config Limits), or one of these.
-WIRE_CAUSES = ("framing", "method", "expectation")
-
 FINISHES = ("none", "eos", "length", "stop", "cancelled", "timeout", "failed")  # by codec.text.Finish
 
 CANCEL_STAGES = ("queued", "running")

@@ -24,7 +24,7 @@ from fastserve._ext.shared_metrics import (
     lay_out,
 )
 from fastserve.errors import Kind
-from fastserve.metrics.exposition import Combine, Exposition, Metric, clean_value, read_series, write_series
+from fastserve.metrics.exposition import Exposition, Metric, clean_value, read_series, write_series
 
 LAST_FAILURES = 8  # that are kept of a model
 
@@ -169,18 +169,6 @@ class Registry:
         self._slots: dict[tuple[str, tuple[str, ...]], tuple[Metric, int]] = {}
         self._exposition = Exposition(self._memory)
         self._take_over()
-
-    def counter(self, name: str, help: str, /, **labels: object) -> Counter:
-        metric = Metric(name, help, "counter", tuple(labels))
-        return cast(Counter, self.family(metric).of(*labels.values()))
-
-    def gauge(self, name: str, help: str, /, *, combine: Combine = "sum", **labels: object) -> Gauge:
-        metric = Metric(name, help, "gauge", tuple(labels), combine=combine)
-        return cast(Gauge, self.family(metric).of(*labels.values()))
-
-    def histogram(self, name: str, help: str, /, buckets: tuple[float, ...], **labels: object) -> Histogram:
-        metric = Metric(name, help, "histogram", tuple(labels), buckets)
-        return cast(Histogram, self.family(metric).of(*labels.values()))
 
     def counters(self, metric: Metric) -> Family[Counter]:
         return cast("Family[Counter]", self.family(metric))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fastserve._ext import batch_ring
-from fastserve._ext.arena_maintenance import Heartbeat
+from fastserve._ext.arena_maintenance import WorkerHeartbeat
 from fastserve._ext.batch_ring import BatchRing
 from fastserve.backends.registry import find_backend
 from fastserve.settings.model_options import read_options
@@ -223,9 +223,9 @@ class Arena:
             control=control,
         )
 
-    def pulse(self) -> Heartbeat:
+    def pulse(self) -> WorkerHeartbeat:
         """Return the owner's means to ask workers for signs of life."""
-        return Heartbeat(self.memory, self.worker_doorbells, parted=self.geometry.decoupled)
+        return WorkerHeartbeat(self.memory, self.worker_doorbells, parted=self.geometry.decoupled)
 
     def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:
         """The message and the descriptors that worker number `worker` is sent to join."""

@@ -54,15 +54,6 @@ def to_entry(number: int, array: np.ndarray[Any, Any], dtype: DType) -> Entry:
     return number, dtype.code, None, array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def view_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A read-only array over a tensor's memory; strings are copied out into an object array of bytes."""
-    if tensor.dtype is BYTES:
-        return unpack_strings(tensor.data, tensor.shape)
-    array: np.ndarray[Any, Any] = np.frombuffer(tensor.data, NUMPY[tensor.dtype.name]).reshape(tensor.shape)
-    array.flags.writeable = False
-    return array
-
-
 def as_read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return a read-only view of numbers, as a batch's rows come to a model; arrays of strings as they
     are."""

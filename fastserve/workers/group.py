@@ -32,7 +32,7 @@ from fastserve.util.offload import cancel_all, gather_or_cancel
 from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.forked_worker import ForkServers, may_fork
 from fastserve.workers.instance import Instance, OnCall, Specs, WorkerState
-from fastserve.workers.liveness import HeartbeatLike, Watchdog
+from fastserve.workers.liveness import Watchdog, WorkerHeartbeatLike
 from fastserve.workers.process import ENTRY, Child, OnExit, OnMessage, WorkerProcess, worker_environment
 from fastserve.workers.shared_worker import SharedWorkers, place_in
 
@@ -47,7 +47,7 @@ CLEANUP_GRACE_S = 2.0
 class ArenaLike(Protocol):
     """The group's view of an arena, for workers to attach to it."""
 
-    def pulse(self) -> HeartbeatLike | None:
+    def pulse(self) -> WorkerHeartbeatLike | None:
         """Return the means to ask attached workers for signs of life; None where there is none."""
 
     def fds_for_worker(self, worker: int) -> tuple[dict[str, Any], list[int]]:

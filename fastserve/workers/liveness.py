@@ -136,7 +136,7 @@ def _read_stat(path: str) -> tuple[str, float]:
     return fields[0].decode(), (int(fields[11]) + int(fields[12])) * _TICKS_S
 
 
-class HeartbeatLike(Protocol):
+class WorkerHeartbeatLike(Protocol):
     """The owner's questions to the workers of an arena (ext/arena_maintenance.pyx)."""
 
     def ping(self, worker: int) -> bool: ...
@@ -155,14 +155,14 @@ class Watchdog:
         self.silent: frozenset[int] = frozenset()
         self._title, self._instances, self._on_silent = title, instances, on_silent
         self._silences = [Silence() for _ in instances]
-        self._pulse: HeartbeatLike | None = None
+        self._pulse: WorkerHeartbeatLike | None = None
         self._next: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         """Begin, on the running loop."""
         self._turn()
 
-    def attach(self, pulse: HeartbeatLike | None) -> None:
+    def attach(self, pulse: WorkerHeartbeatLike | None) -> None:
         """Set the arena that ready workers are attached to."""
         self._pulse = pulse
 

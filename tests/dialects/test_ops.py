@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from fastserve.dialects.admin.probes import Ops
-from fastserve.metrics import Heartbeat, ModelReadiness, Readiness, Registry
+from fastserve.metrics import Heartbeat, ModelReadiness, Readiness
 from fastserve.serving.dialect import NoOptions, ServingContext
+from tests.metrics.series import NamedRegistry
 
 
 @dataclass
@@ -32,20 +33,20 @@ class SpokenCall:
 
 
 @pytest.fixture
-def registry() -> Iterator[Registry]:
-    found = Registry()
+def registry() -> Iterator[NamedRegistry]:
+    found = NamedRegistry()
     yield found
     found.close()
 
 
-def make_ops(readiness: Readiness, heartbeat: Heartbeat, registry: Registry) -> Ops:
+def make_ops(readiness: Readiness, heartbeat: Heartbeat, registry: NamedRegistry) -> Ops:
     engine: Any = None  # of no interest here
     context = ServingContext(engine=engine, registry=registry, readiness=readiness, heartbeat=heartbeat)
     return Ops(context, NoOptions())
 
 
 @pytest.fixture
-def ops(registry: Registry) -> Ops:
+def ops(registry: NamedRegistry) -> Ops:
     return make_ops(Readiness(), Heartbeat(), registry)
 
 
@@ -70,7 +71,7 @@ def test_a_server_nobody_declared_ready_is_not(ops: Ops) -> None:
     assert call.headers[b"Cache-Control"] == b"no-store"
 
 
-def test_ready_follows_the_servers_word_at_once(registry: Registry) -> None:
+def test_ready_follows_the_servers_word_at_once(registry: NamedRegistry) -> None:
     readiness = Readiness()
     ops = make_ops(readiness, Heartbeat(), registry)
     readiness.ready, readiness.reason = True, ""
@@ -83,7 +84,7 @@ def test_ready_follows_the_servers_word_at_once(registry: Registry) -> None:
     assert json.loads(ask(ops, "/healthz/ready").body)["reason"] == "draining"
 
 
-def test_live_until_the_heart_stops(registry: Registry) -> None:
+def test_live_until_the_heart_stops(registry: NamedRegistry) -> None:
     heart = Heartbeat(stale_after_s=5.0)
     ops = make_ops(Readiness(), heart, registry)
     assert ask(ops, "/healthz/live").status == 200
@@ -95,7 +96,7 @@ def test_live_until_the_heart_stops(registry: Registry) -> None:
     assert "7.0 s" in json.loads(call.body)["reason"]
 
 
-def test_metrics_are_prometheus_text(ops: Ops, registry: Registry) -> None:
+def test_metrics_are_prometheus_text(ops: Ops, registry: NamedRegistry) -> None:
     registry.counter("c_total", "Help.").add(3)
     call = ask(ops, "/metrics?ignored=1")
     assert call.status == 200
@@ -123,7 +124,7 @@ def test_other_targets_are_somebody_elses(ops: Ops, target: str) -> None:
 
 
 def test_overlapping_scrapes_share_one_rendering_that_survives_a_hangup(
-    ops: Ops, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    ops: Ops, registry: NamedRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderings = []
     go = threading.Event()

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastserve.metrics import Metric, Registry, names, registry
+from fastserve.metrics import Metric, names, registry
 from tests.effort import examples
+from tests.metrics.series import NamedRegistry
 from tests.oracles.shared_metrics import PlainRegistry
 
 
-def scrape(found: Registry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def scrape(found: NamedRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Every sample as {(name, sorted labels): value}, read by prometheus_client's own parser."""
     families = text_string_to_metric_families(found.expose().decode())
     return {
@@ -29,20 +30,20 @@ def scrape(found: Registry) -> dict[tuple[str, tuple[tuple[str, str], ...]], flo
     }
 
 
-def value(found: Registry, name: str, **labels: str) -> float:
+def value(found: NamedRegistry, name: str, **labels: str) -> float:
     return scrape(found)[name, tuple(sorted(labels.items()))]
 
 
 @pytest.fixture
-def fronts() -> Iterator[list[Registry]]:
-    first = Registry(sections=3, section=0)
-    all_three = [first, Registry(3, 1, first.fd), Registry(3, 2, first.fd)]
+def fronts() -> Iterator[list[NamedRegistry]]:
+    first = NamedRegistry(sections=3, section=0)
+    all_three = [first, NamedRegistry(3, 1, first.fd), NamedRegistry(3, 2, first.fd)]
     yield all_three
     for front in all_three:
         front.close()
 
 
-def test_counters_and_histograms_add_up_over_sections(fronts: list[Registry]) -> None:
+def test_counters_and_histograms_add_up_over_sections(fronts: list[NamedRegistry]) -> None:
     for n, front in enumerate(fronts, start=1):
         front.counter("c_total", "Help.", model="m").add(n)
         front.histogram("h", "Help.", (1.0, 2.0), model="m").observe(n)
@@ -56,7 +57,7 @@ def test_counters_and_histograms_add_up_over_sections(fronts: list[Registry]) ->
         assert seen["h_sum", (("model", "m"),)] == 6.0
 
 
-def test_gauges_add_up_or_show_the_last(fronts: list[Registry]) -> None:
+def test_gauges_add_up_or_show_the_last(fronts: list[NamedRegistry]) -> None:
     for n, front in enumerate(fronts, start=1):
         front.gauge("level", "Help.").set(n)
         front.gauge("fact", "Help.", combine="last").set(10 * n)
@@ -66,7 +67,7 @@ def test_gauges_add_up_or_show_the_last(fronts: list[Registry]) -> None:
     assert value(fronts[2], "fact") == 5
 
 
-def test_a_dead_front_keeps_its_counters_and_loses_its_levels(fronts: list[Registry]) -> None:
+def test_a_dead_front_keeps_its_counters_and_loses_its_levels(fronts: list[NamedRegistry]) -> None:
     dying = fronts[1]
     dying.counter("c_total", "Help.").add(7)
     dying.gauge("level", "Help.").set(50)
@@ -77,10 +78,10 @@ def test_a_dead_front_keeps_its_counters_and_loses_its_levels(fronts: list[Regis
     assert value(fronts[0], "fact") == 3
 
 
-def test_a_replacement_takes_the_section_over(fronts: list[Registry]) -> None:
+def test_a_replacement_takes_the_section_over(fronts: list[NamedRegistry]) -> None:
     fronts[1].counter("c_total", "Help.", model="m").add(7)
     fronts[1].gauge("level", "Help.").set(50)
-    after = Registry(3, 1, fronts[0].fd)
+    after = NamedRegistry(3, 1, fronts[0].fd)
     counter = after.counter("c_total", "Help.", model="m")
     counter.add()
     after.counter("c_total", "Help.", model="n").add()
@@ -91,10 +92,10 @@ def test_a_replacement_takes_the_section_over(fronts: list[Registry]) -> None:
     after.close()
 
 
-def test_another_process_counts_in_the_same_file(fronts: list[Registry]) -> None:
+def test_another_process_counts_in_the_same_file(fronts: list[NamedRegistry]) -> None:
     code = (
-        "import sys; from fastserve.metrics import Registry;"
-        "r = Registry(3, 2, int(sys.argv[1])); r.counter('c_total', 'Help.').add(5);"
+        "import sys; from tests.metrics.series import NamedRegistry;"
+        "r = NamedRegistry(3, 2, int(sys.argv[1])); r.counter('c_total', 'Help.').add(5);"
         "assert 'numpy' not in sys.modules and 'prometheus_client' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(fronts[0].fd)], pass_fds=[fronts[0].fd], check=True)
@@ -102,7 +103,7 @@ def test_another_process_counts_in_the_same_file(fronts: list[Registry]) -> None
     assert value(fronts[0], "c_total") == 6
 
 
-def test_label_values_are_escaped_cut_and_encodable(fronts: list[Registry]) -> None:
+def test_label_values_are_escaped_cut_and_encodable(fronts: list[NamedRegistry]) -> None:
     for nasty in ('a"b\\c\nd', "\ud800", "x" * 1000, "模型"):
         fronts[0].counter("c_total", "Help.", model=nasty).add()
     labels = {dict(key[1])["model"] for key in scrape(fronts[0]) if key[0] == "c_total"}
@@ -111,7 +112,7 @@ def test_label_values_are_escaped_cut_and_encodable(fronts: list[Registry]) -> N
 
 def test_series_are_bounded_against_random_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "FAMILY_SERIES_MAX", 50)
-    found = Registry()
+    found = NamedRegistry()
     family = found.counters(names.REJECTS)
     for i in range(100_000):
         family.of(f"model{i}", "1", "queue_rows").add()
@@ -126,7 +127,7 @@ def test_series_are_bounded_against_random_names(monkeypatch: pytest.MonkeyPatch
 
 def test_a_full_section_loses_series_not_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "SERIES_MAX", 3)
-    found = Registry()
+    found = NamedRegistry()
     for i in range(5):
         found.counter("c_total", "Help.", i=i).add()
     assert value(found, "fastserve_metrics_series") == 3
@@ -150,14 +151,14 @@ def test_a_full_section_loses_series_not_requests(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_metrics_that_cannot_be(metric: Metric) -> None:
-    found = Registry()
+    found = NamedRegistry()
     with pytest.raises(ValueError, match=r"metric|bounds"):
         found.family(metric)
     found.close()
 
 
 def test_one_name_one_metric() -> None:
-    found = Registry()
+    found = NamedRegistry()
     found.counter("c_total", "Help.", model="m")
     with pytest.raises(ValueError, match="exists with another"):
         found.gauge("c_total", "Help.", model="m")
@@ -166,7 +167,7 @@ def test_one_name_one_metric() -> None:
     found.close()
 
 
-def test_fronts_that_disagree_show_the_first_and_say_so(fronts: list[Registry]) -> None:
+def test_fronts_that_disagree_show_the_first_and_say_so(fronts: list[NamedRegistry]) -> None:
     fronts[0].counter("c_total", "Help.").add(1)
     fronts[1].counter("c_total", "Other help.").add(1)
     seen = scrape(fronts[2])
@@ -178,16 +179,16 @@ def test_only_a_sealed_file_of_meters_is_taken() -> None:
     plain = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(plain, 4096)
     with pytest.raises(ValueError, match="sealed"):
-        Registry(1, 0, plain)
+        NamedRegistry(1, 0, plain)
     read_end, write_end = os.pipe()
     with pytest.raises(ValueError, match="sealed"):
-        Registry(1, 0, read_end)
+        NamedRegistry(1, 0, read_end)
     for fd in (plain, read_end, write_end):
         os.close(fd)
 
 
 def test_nobody_can_shrink_the_file() -> None:
-    found = Registry()
+    found = NamedRegistry()
     with pytest.raises(PermissionError):
         os.ftruncate(found.fd, 4096)
     found.close()
@@ -201,8 +202,8 @@ step = st.tuples(
 @examples(50)
 @given(st.lists(step, max_size=30))
 def test_any_history_is_its_oracle(steps: list[tuple[int, str, str, int]]) -> None:
-    first = Registry(3, 0)
-    found = [first, Registry(3, 1, first.fd), Registry(3, 2, first.fd)]
+    first = NamedRegistry(3, 0)
+    found = [first, NamedRegistry(3, 1, first.fd), NamedRegistry(3, 2, first.fd)]
     plain = PlainRegistry(3)
     for section, verb, label, n in steps:
         if verb == "add":
@@ -224,8 +225,8 @@ def test_any_history_is_its_oracle(steps: list[tuple[int, str, str, int]]) -> No
 @examples(60)
 @given(st.randoms(use_true_random=False))
 def test_a_spoiled_section_never_stops_a_scrape(rng: random.Random) -> None:
-    first = Registry(2, 0)
-    other = Registry(2, 1, first.fd)
+    first = NamedRegistry(2, 0)
+    other = NamedRegistry(2, 1, first.fd)
     first.counter("mine_total", "Help.").add(1)
     for i in range(5):
         other.histogram(f"h{i}", "Help.", (0.1, 1.0), model="m").observe(i)
@@ -237,14 +238,14 @@ def test_a_spoiled_section_never_stops_a_scrape(rng: random.Random) -> None:
             at, width = rng.choice(spans)
             memory[at + rng.randrange(width)] = rng.randrange(256)
     assert value(first, "mine_total") == 1
-    after = Registry(2, 1, first.fd)
+    after = NamedRegistry(2, 1, first.fd)
     after.counter("again_total", "Help.").add()
     first.expose()
     for front in (first, other, after):
         front.close()
 
 
-def test_reading_some_metrics_adds_up_no_others(fronts: list[Registry]) -> None:
+def test_reading_some_metrics_adds_up_no_others(fronts: list[NamedRegistry]) -> None:
     wanted = Metric("fastserve_wanted_total", "What is asked for.", "counter")
     other = Metric("fastserve_other_total", "What is not.", "counter")
     for front in fronts:

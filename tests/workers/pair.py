@@ -11,8 +11,9 @@ import numpy as np
 from fastserve.codec.slab_contents import measure_tensors, read_tensors, write_tensors
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.workers.arena import Arena, WorkerContext, plan_geometry
-from fastserve.workers.arrays import as_tensor, view_tensor
+from fastserve.workers.arrays import as_tensor
 from fastserve.workers.loop import answer, make_runner
+from tests.workers.arrays import view_tensor
 
 Arrays = dict[str, Any]
 SIZES = {

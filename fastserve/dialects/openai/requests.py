@@ -225,12 +225,6 @@ def refused_keys(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(each.name for each in msgspec.structs.fields(kind) if each.type == Refused)
 
 
-def taken_keys(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the keys of a body that are used, and `user`, which has no effect."""
-    others = (*refused_keys(kind), *IGNORED)
-    return tuple(each.name for each in msgspec.structs.fields(kind) if each.name not in others)
-
-
 DEFAULT_MAX_TOKENS = 16
 """Default of a completion; a chat may use all that the model has."""
 MOST_TEMPERATURE = 2.0

@@ -26,7 +26,8 @@ from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.settings import convert
 from fastserve.tensor import DTYPES, Tensor
-from fastserve.workers.arrays import BYTES, as_tensor, view_tensor
+from fastserve.workers.arrays import BYTES, as_tensor
+from tests.workers.arrays import view_tensor
 
 uvloop.run(asyncio.sleep(0))  # libuv opens a pipe with the process's first loop, for good
 SOURCES = Path(__file__).parent / "triton_models"

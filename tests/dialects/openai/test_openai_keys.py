@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastserve.dialects.openai.requests import (
@@ -16,7 +17,6 @@ from fastserve.dialects.openai.requests import (
     CompletionRequest,
     EmbeddingRequest,
     refused_keys,
-    taken_keys,
 )
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.rigs import HELLO
@@ -38,6 +38,12 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 KINDS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, "/v1/embeddings": EmbeddingRequest}
 REFUSED = [(path, key) for path in ASKED for key in refused_keys(KINDS[path])]
+
+
+def taken_keys(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the keys of a body that are used, and `user`, which has no effect."""
+    others = (*refused_keys(kind), *IGNORED)
+    return tuple(each.name for each in msgspec.structs.fields(kind) if each.name not in others)
 
 
 @pytest.fixture(scope="module")
