@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fastserve
@@ -15,6 +16,7 @@ from fastserve.backends.script.declaration import declare, model
 from fastserve.errors import ConfigError
 from tests.app.apps import RunningApp, write_app
 
+Number = fastserve.Array[np.float32]
 APP = """
     import asyncio
     import os
@@ -127,11 +129,22 @@ def test_outside_of_a_server_the_function_is_called() -> None:
     def count(to: int) -> Iterator[int]:
         yield from range(to)
 
+    @model(name="outside_lengths", batch=4)
+    def lengths(texts: list[str]) -> list[int]:
+        return [len(text) for text in texts]
+
+    @model(name="outside_sums")
+    def sums(x: fastserve.Array[np.float32, -1]) -> tuple[Number, Number]:
+        return x.sum(axis=1), x[:, 0] * 0 + len(x)
+
     async def ask() -> Any:
         return await fastserve.remote(double)(4)
 
     assert fastserve.remote(double)(3) == 6
     assert fastserve.remote(count)(2) == [0, 1]
+    assert fastserve.remote(lengths)("abc") == 3
+    assert fastserve.remote(sums)([1, 2]) == {"output_0": 3, "output_1": 1}
+    assert fastserve.remote(sums)(x=[[1, 2], [3, 4]])["output_0"].tolist() == [3, 7]
     assert asyncio.run(ask()) == 8
     with pytest.raises(TypeError, match="'print' is no model"):
         fastserve.remote(print)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -124,19 +124,7 @@ class RemoteModel:
     def _call_arrays(
         self, caller: CallingModel, left_us: int, positional: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        import numpy as np
-
-        specs = self._model.inputs
-        given = {**dict(zip(specs, positional, strict=False)), **named}
-        if given.keys() != specs.keys() or len(positional) > len(specs):
-            raise TypeError(f"{self._model.name} takes {', '.join(specs)}")
-        arrays, lone = {}, True
-        for name, spec in specs.items():
-            kind = {"bytes": object}.get(spec["dtype"], spec["dtype"])
-            arrays[name] = np.asarray(given[name], kind)
-            lone = lone and spec["shape"] is not None and arrays[name].ndim == len(spec["shape"])
-        if lone:
-            arrays = {name: array[np.newaxis] for name, array in arrays.items()}
+        arrays, lone = _arrays_of(self._model, positional, named)
         found = self._ask(caller, left_us, arrays)
         answers = {name: found[name][0] if lone else found[name] for name in self._model.outputs}
         return next(iter(answers.values())) if len(answers) == 1 else answers
@@ -162,11 +150,39 @@ class RemoteModel:
 CONTENT_TYPE = "content_type"
 
 
+def _arrays_of(
+    model: ScriptModel, positional: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[dict[str, Any], bool]:
+    """Return the arrays of a call with their axis of rows, and whether it is added here: one row was given.
+    Raises TypeError."""
+    import numpy as np
+
+    given = {**dict(zip(model.inputs, positional, strict=False)), **named}
+    if given.keys() != model.inputs.keys() or len(positional) > len(model.inputs):
+        raise TypeError(f"{model.name} takes {', '.join(model.inputs)}")
+    arrays, lone = {}, True
+    for name, spec in model.inputs.items():
+        kind = {"bytes": object}.get(spec["dtype"], spec["dtype"])
+        arrays[name] = np.asarray(given[name], kind)
+        lone = lone and spec["shape"] is not None and arrays[name].ndim == len(spec["shape"])
+    return {name: array[np.newaxis] if lone else array for name, array in arrays.items()}, lone
+
+
 def _call_here(model: ScriptModel, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call the function itself: no server is there."""
+    """Call the function itself, as the server would: no server is there. Raises TypeError for classes."""
     steps = steps_of(model)
     if isinstance(model.target, type):
         raise TypeError(f"{model.name} is a class: outside of a server make an instance and call that")
+    if model.kind == "arrays":
+        arrays, lone = _arrays_of(model, positional, named)
+        found = steps.predict(**arrays)
+        if not isinstance(found, Mapping):
+            several = found if isinstance(found, tuple) else (found,)
+            found = dict(zip(model.outputs, several, strict=True))
+        answers = {name: found[name][0] if lone else found[name] for name in model.outputs}
+        return next(iter(answers.values())) if len(answers) == 1 else answers
+    if model.batched:
+        return steps.predict([steps.reader(batched=True).arguments(positional, named)])[0]
     found = steps.predict(*positional, **named)
     return list(found) if inspect.isgenerator(found) else found
 
