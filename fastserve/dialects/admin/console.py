@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING
 from urllib.parse import unquote_plus
 
 import msgspec
 
+from fastserve.dialects.admin.examples import Examples
 from fastserve.dialects.admin.history import INTERVAL_S, History, work_on
 from fastserve.dialects.admin.numbers import NumbersReader
 from fastserve.dialects.admin.probes import refuse_probe_method
@@ -39,6 +41,8 @@ from fastserve.serving.dialect import (
 )
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from fastserve.net import Call
     from fastserve.net.request import Endpoint
 
@@ -119,6 +123,7 @@ class Console(Dialect):
         self._history = History(context.registry)
         self._reader = NumbersReader(context, self._history)
         self._rows = SharedReplies(self._reader, self._history)
+        self._settings = context.settings
         self._shown = context.settings.allow_metrics
         self._files: dict[str, bytes] = {}
         self._handles: dict[str, asyncio.Handle] = {}
@@ -126,7 +131,7 @@ class Console(Dialect):
         self._endpoints: dict[str, Endpoint] = {
             NUMBERS.path: self.show_numbers,
             ROWS.path: self.show_rows,
-            MODEL.path: self.show_model,
+            MODEL.path: partial(self.show_model, examples=Examples(context.settings, ())),
             **{path: self._shower(path) for path in _FILES},
         }
 
@@ -155,10 +160,14 @@ class Console(Dialect):
         if after is not None:
             call.reply(200, await self._rows.ask(self._translate(call, after)), headers=HEADERS)
 
-    def show_model(self, call: Call) -> None:
+    def on_listener(self, spoken: Sequence[tuple[DialectSpec[Any], Dialect]]) -> Dialect:
+        """Return the dialect of one listener, whose example requests are of what that speaks."""
+        return ListenerConsole(self, Examples(self._settings, spoken))
+
+    def show_model(self, call: Call, examples: Examples) -> None:
         after, name = read_after(call), unquote_plus(read_field(call, "name"))
         first = None if after is None else find_first(self._translate(call, after), self._history.seen)
-        found = None if first is None else self._reader.details(name, first)
+        found = None if first is None else self._reader.details(name, first, examples)
         if found is not None:
             call.reply(200, msgspec.json.encode(found), headers=HEADERS)
         elif after is not None:
@@ -192,6 +201,20 @@ class Console(Dialect):
             self._handles["step"] = asyncio.get_running_loop().call_soon(self._step)
         else:
             self._steps = None
+
+
+class ListenerConsole(Dialect):
+    """The console as one listener speaks it."""
+
+    def __init__(self, console: Console, examples: Examples) -> None:
+        self._console = console
+        self._show_model = partial(console.show_model, examples=examples)
+
+    def route(self, method: str, target: str) -> Route | None:
+        route = self._console.route(method, target)
+        if route is None or method not in SCOPES or target.partition("?")[0] != MODEL.path:
+            return route
+        return route._replace(endpoint=self._show_model)
 
 
 def find_first(after: int, seen: int) -> int:

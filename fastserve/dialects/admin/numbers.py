@@ -15,6 +15,7 @@ import msgspec
 from fastserve import __version__
 from fastserve.devices.nvml import GPUS, Gpu
 from fastserve.dialects.admin import figures
+from fastserve.dialects.admin.examples import ExampleRequest, Examples
 from fastserve.dialects.admin.figures import Bar, ModelFigures, StageFigures, TextFigures
 from fastserve.dialects.admin.history import ALL, INTERVAL_S, History, Points
 from fastserve.metrics import LoadFailure, ModelReadiness, Registry, names
@@ -23,8 +24,8 @@ from fastserve.metrics.registry import FailedRequest
 from fastserve.net.access_control import Restrictions, Scope
 from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.dialect import ServingContext
-from fastserve.serving.examples import ExampleRequest, example_request
 from fastserve.serving.model_view import ModelViews, TensorView
+from fastserve.serving.operations import ModelFacts
 from fastserve.tensor import kserve_name
 
 CAUSES_MAX = 50
@@ -191,7 +192,8 @@ class NumbersReader:
     """Reads the numbers of one front process, which are summed over all."""
 
     def __init__(self, context: ServingContext, history: History) -> None:
-        self._registry, self._catalog = context.registry, context.engine.catalog
+        self._registry, self._engine = context.registry, context.engine
+        self._catalog = context.engine.catalog
         self._readiness, self._history = context.readiness, history
         self._repository = context.repository
         restrictions = Restrictions.over_http(context.settings.triton.restrictions_over_http)
@@ -221,8 +223,8 @@ class NumbersReader:
             RowsNumbers(**server, history=self.name, first_point=after, may_load=may_load)
         )
 
-    def details(self, name: str, after: int) -> ModelDetails | None:
-        """Return one model; None for a name that is none."""
+    def details(self, name: str, after: int, examples: Examples) -> ModelDetails | None:
+        """Return one model with example requests; None for a name that is none."""
         model = self._catalog.models.get(name)
         if model is None and name not in self._history.models():
             return None
@@ -241,7 +243,7 @@ class NumbersReader:
             max_batch_size=view.max_batch_size if view else 0,
             inputs=[_read_tensor(one, view.full_dims(one)) for one in view.inputs.values()] if view else [],
             outputs=[_read_tensor(one, view.full_dims(one)) for one in view.outputs.values()] if view else [],
-            examples=[example_request(view)] if view else [],
+            examples=examples.of(ModelFacts(view, self._engine.text_info(view.version))) if view else [],
             may_load=self._repository.explicit,
         )
 

@@ -14,9 +14,10 @@ import pytest
 
 from fastserve.dialects.admin import history as history_module
 from fastserve.dialects.admin.console import NEAR, SharedReplies, last_of
+from fastserve.dialects.admin.examples import Examples
 from fastserve.dialects.admin.figures import ModelFigures
 from fastserve.dialects.admin.history import History, work_on
-from fastserve.dialects.admin.numbers import NumbersReader, find_trouble
+from fastserve.dialects.admin.numbers import ModelDetails, NumbersReader, find_trouble
 from fastserve.metrics import LoadFailure, ModelReadiness, Readiness, Registry, names
 from fastserve.metrics.names import Traffic
 from fastserve.metrics.registry import FAILED_MODELS, LAST_FAILURES, LAST_REFUSALS, FailedRequests
@@ -41,7 +42,7 @@ class Site:
         self.history = History(self.registry)
         context: Any = SimpleNamespace(
             registry=self.registry,
-            engine=SimpleNamespace(catalog=self.catalog),
+            engine=SimpleNamespace(catalog=self.catalog, text_info=lambda version: None),
             readiness=self.readiness,
             repository=SimpleNamespace(explicit=True),
             settings=Settings(triton=triton or TritonOptions()),
@@ -65,6 +66,9 @@ class Site:
         for _ in range(times):
             self.now_ns += 2 * SECOND
             self.history.look(self.now_ns)
+
+    def details(self, name: str) -> ModelDetails | None:
+        return self.reader.details(name, 0, Examples(Settings(), ()))
 
     def rows(self, after: int = 0) -> Any:
         *_, body = self.reader.rows(after)
@@ -115,7 +119,7 @@ def test_errors_of_clients_are_no_faults_of_the_model(site: Site) -> None:
     assert (row["now"]["errors_per_s"], row["now"]["faults_per_s"]) == (1.5, 0.5)
     assert (row["trouble"], row["why"]) == ("warn", "some requests fail")
     assert row["last"]["message"] == "<b>INTERNAL"
-    details = site.reader.details("m", 0)
+    details = site.details("m")
     assert details is not None
     assert [one.status for one in details.failures] == ["INTERNAL"]
     assert [one.status for one in details.refusals] == ["INVALID_ARGUMENT"] * 2
@@ -164,28 +168,24 @@ def test_trouble_is_what_an_operator_would_call_it(
     assert find_trouble(state, readiness, now, workers) == found
 
 
-def test_details_have_tensors_workers_and_a_request(site: Site) -> None:
+def test_details_have_tensors_and_workers(site: Site) -> None:
     site.serve("a/<b>", workers=2)
     site.registry.gauges(names.WORKER_MEMORY).of("a/<b>", 3, 1).set(5e6)
     site.look(2)
-    found = site.reader.details("a/<b>", 0)
+    found = site.details("a/<b>")
     assert found is not None
     (version,) = found.versions
     assert [(one.device, one.memory_bytes) for one in version.workers] == [("cpu", None), ("cpu", 5_000_000)]
     assert [(one.name, one.datatype, one.shape) for one in found.inputs] == [("x", "FP32", [-1, 2, -1])]
     assert [(one.name, one.datatype, one.shape) for one in found.outputs] == [("y", "BYTES", None)]
-    (example,) = found.examples
-    assert example.path == "/v2/models/a%2F%3Cb%3E/infer"
-    assert example.body == {
-        "inputs": [{"name": "x", "shape": [1, 2, 1], "datatype": "FP32", "data": [1.0, 1.0]}]
-    }
-    assert site.reader.details("nobody", 0) is None
+    assert found.examples == []
+    assert site.details("nobody") is None
 
 
 def test_tensors_are_not_shown_where_metadata_wants_a_secret() -> None:
     site = Site(TritonOptions(http_restricted_api=("metadata:key=secret",)))
     site.serve("m")
-    found = site.reader.details("m", 0)
+    found = site.details("m")
     assert found is not None
     assert (found.inputs, found.outputs, found.examples, found.backend) == ([], [], [], "")
     assert found.versions[0].version == 3
@@ -200,7 +200,7 @@ def test_a_version_that_ended_is_no_trouble_and_has_no_request(site: Site) -> No
     del site.readiness.models["m"]
     site.look(2)
     assert site.rows()["models"] == [{"model": "m", "state": "unloaded", "now": {}}]
-    found = site.reader.details("m", 0)
+    found = site.details("m")
     assert found is not None
     assert (found.examples, found.inputs, found.versions[0].workers) == ([], [], [])
 

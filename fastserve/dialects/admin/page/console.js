@@ -469,7 +469,7 @@ class RequestPart {
 
   choose() {
     this.chosen = this.examples[Number(this.choice.value || 0)];
-    const body = this.chosen.body ?? (this.chosen.api === "V2" ? makeBody(this.inputs) : null);
+    const body = this.chosen.body ?? (this.chosen.path.startsWith("/v2/") ? makeBody(this.inputs) : null);
     this.large = body === null ? "" : JSON.stringify(body);
     const small = this.large.length <= 20000;
     this.body.value = small && this.large.length > 400 ? JSON.stringify(body, null, 1) : small ? this.large : "";
