@@ -500,6 +500,21 @@ def test_nobody_waits_beside_another_stream(line: Line, rows: Rows) -> None:
     assert rows.taken == 0
 
 
+def test_a_stream_that_is_begun_within_a_body_ends_its_wait(line: Line, rows: Rows) -> None:
+    """The wait is not begun anew beside it, and the body is read as it comes."""
+    line.send(usual(1)[: len(head(1)) + 2 * (FRAME + 9)])
+    line.pump()
+    line.wait()
+    line.http2._awaits, line.http2._unawaited = True, 0
+    line.send(head(3, 2))
+    line.pump()
+    assert (low(line), line.http2.arriving) == (1, None)
+    line.send(b"".join(USUAL[2:]) + data(3, b"xy", "END_STREAM"))
+    line.pump()
+    assert answers(line.sent) == [(1, BODY), (3, b"xy")]
+    assert rows.taken == 0
+
+
 @pytest.mark.parametrize("how", ["close", "eof", "reset", "goaway", "too slow", "no room"])
 def test_a_wait_ends_with_its_stream(line: Line, rows: Rows, how: str) -> None:
     line.send(usual(1)[:100_000])
