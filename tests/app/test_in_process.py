@@ -20,6 +20,9 @@ from tests.running import until
 APP = """
     import os
     import threading
+    import time
+
+    BEGAN_NS = time.monotonic_ns()  # the script is run once by each worker
 
 
     @fastserve.model
@@ -41,6 +44,12 @@ APP = """
     @fastserve.model(uses=[scale, whoami])
     async def asks(x: list[float]):
         return (await fastserve.remote(scale)(x)).tolist(), await fastserve.remote(whoami)("Bob")
+
+
+    @fastserve.model(run_timeout_ms=20)
+    def waits(s: float):
+        threading.Event().wait(s)
+        return BEGAN_NS
 
 
     @fastserve.model
@@ -74,6 +83,11 @@ def test_answers_are_those_of_worker_processes(app: ColdApp) -> None:
     assert app.ask("/scale", {"x": [[1, 2, 3, 4], [0, 0, 0, 1]]}) == [[3, 6, 9, 12], [0, 0, 0, 3]]
     assert app.post("/count", {"to": 2})[2] == b"0\n1\n"
     assert app.refusal("/fails", {"how": "value"}) == (500, "ValueError: no")
+
+
+def test_a_run_has_no_limit(app: ColdApp) -> None:
+    first = app.ask("/waits", {"s": 0.2})  # a process is ended within 70 ms
+    assert app.ask("/waits", {"s": 0}) == first
 
 
 def test_models_call_one_another(app: ColdApp) -> None:
