@@ -8,11 +8,12 @@ from fastserve.workers.arena import Arena, Geometry
 ARENA = Arena.create(Geometry(256, 8, (), (), slab_pages=1 << 17, max_delay_ns=0, workers=1, fronts=1))
 RING = ARENA.ring(front=0)
 RING.free_slab(RING.allocate_slab(1 << 29))
-LOOKS = ArenaScanner(ARENA.memory)
-while LOOKS.trim():
+SCANNER = ArenaScanner(ARENA.memory)
+SCANNER.trim()  # the first look only notes what is free
+while SCANNER.trim():
     pass
 
 
 def test_a_look_at_512_mb_of_free_slabs(benchmark):  # type: ignore[no-untyped-def]
-    assert benchmark(LOOKS.trim) is False
+    assert benchmark(SCANNER.trim) is False
     assert benchmark.disabled or benchmark.stats["min"] < 2e-3
