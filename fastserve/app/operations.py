@@ -67,7 +67,7 @@ def _describe_json(facts: ModelFacts, path: str, found: str, number: int) -> Api
         answer = {**json_content({}), ANY_MEDIA: {}}
     if facts.version.config.backend == STREAM:
         text = {"schema": {"type": "string"}}
-        answer = {LINES_TYPE: text, EVENTS_TYPE: text, JSON_MEDIA: {}, ANY_MEDIA: {}}
+        answer = {LINES_TYPE: text, EVENTS_TYPE: {}, JSON_MEDIA: {}, ANY_MEDIA: {}}
     return ApiOperation(
         "POST",
         path,

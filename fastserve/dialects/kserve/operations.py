@@ -82,7 +82,7 @@ def _describe_generate(path: str, name: str) -> Iterator[ApiOperation]:
     yield ApiOperation(
         "POST", f"{path}/generate", TAG, f"Write by {name}", body=body, answer=json_content(answer)
     )
-    events = {EVENTS_TYPE: {"schema": {"type": "string"}}}
+    events: dict[str, Any] = {EVENTS_TYPE: {}}
     yield ApiOperation(
         "POST", f"{path}/generate_stream", TAG, f"Write by {name}, as events", body=body, answer=events
     )
