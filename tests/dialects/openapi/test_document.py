@@ -180,10 +180,10 @@ def test_a_path_that_another_dialect_has_is_not_described(registry: Registry) ->
         yield ApiOperation("GET", "/healthz/live", "V2", "Not its own")
         yield ApiOperation("POST", "/v2/repository/models/one/load", "V2", "Not for everybody")
 
-    foreign = dataclasses.replace(kserve, describe_model=describe)
+    foreign = dataclasses.replace(kserve, describe_server=lambda settings, models: describe(models))
     spoken = [
-        (specs["ops"], specs["ops"].build(context, NoOptions())),
         (foreign, kserve.build(context, kserve.read_options(context.settings))),
+        (specs["ops"], specs["ops"].build(context, NoOptions())),
     ]
     made = Document(context, spoken)
     found = json.loads(asyncio.run(made.read(sends_nothing)))["paths"]
