@@ -184,6 +184,10 @@ def test_what_make_build_installs_brings_no_torch() -> None:
         assert not names & {"torch", "fastserve"}
 
 
+OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ARGS")
+"""Variables that `make test ARGS=...` hands on."""
+
+
 def test_what_make_serve_installs_is_what_the_server_imports(tmp_path: Path) -> None:
     """Build requirements and the package without extras: no tests, linters, clients or torch."""
     for name in ("tools", "tests", "protos", "ext"):
@@ -192,7 +196,10 @@ def test_what_make_serve_installs_is_what_the_server_imports(tmp_path: Path) -> 
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "tools/write_triton_structs.py").touch()
     command = ["make", "-n", "serve", f"PYTHON={sys.executable}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     installed = re.findall(r"pip install (?:--\S+ |-q )*(.*)", done.stdout)
     assert installed == ["$(.venv/bin/python tools/requirements.py requires)", "-e ."]
     assert "setup.py -q build_ext --inplace" in done.stdout

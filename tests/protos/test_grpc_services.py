@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from fastserve.protos import load
+from fastserve.net.grpc.health import make_pool
 
 HEALTH, V1ALPHA = "grpc.health.v1", "grpc.reflection.v1alpha"
 
@@ -22,7 +22,7 @@ def fields(message: Any) -> list[tuple[str, int, int, bool, str]]:
 
 @pytest.mark.parametrize("package", [HEALTH, V1ALPHA, "grpc.reflection.v1"])
 def test_messages_are_the_public_ones(package: str) -> None:
-    pool = load("grpc").pool
+    pool = make_pool(())
     public = health_pb2 if package == HEALTH else reflection_pb2
     names = [name for name in public.DESCRIPTOR.message_types_by_name if "HealthList" not in name]
     assert names
@@ -39,7 +39,7 @@ def test_messages_are_the_public_ones(package: str) -> None:
 def test_methods_are_the_public_ones(package: str) -> None:
     public = health_pb2 if package == HEALTH else reflection_pb2
     name = "Health" if package == HEALTH else "ServerReflection"
-    ours = load("grpc").pool.FindServiceByName(f"{package}.{name}")
+    ours = make_pool(()).FindServiceByName(f"{package}.{name}")
     theirs = public.DESCRIPTOR.services_by_name[name].methods_by_name
     assert ours.methods
     for method in ours.methods:

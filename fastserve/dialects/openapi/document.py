@@ -77,9 +77,13 @@ class Document:
     async def _write(self, granted: Granted) -> bytes:
         catalog, engine = self._context.engine.catalog, self._context.engine
         versions = [model.latest for _, model in sorted(catalog.models.items()) if model.latest is not None]
-        models = [ModelFacts(self._views.of(one), engine.text_info(one)) for one in versions]
-        writer = DocumentWriter()
+        writer, models = DocumentWriter(), []
         turn_ends = monotonic() + TURN_S
+        for one in versions:
+            models.append(ModelFacts(self._views.of(one), engine.text_info(one)))
+            if monotonic() > turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = monotonic() + TURN_S
         for name, dialect, operation in self._describe(models):
             if not self._may_see(dialect, operation, granted):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,16 @@ def sends_all(secret: Secret) -> bool:
     return True
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """A collection of all that the suite holds is no turn of the document's."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
 def test_200_models_of_100_tensors_do_not_hold_the_loop(registry: Registry) -> None:
     made, catalog = make_document(registry)
     for number in range(200):

@@ -217,7 +217,9 @@ def test_what_is_wrong_with_a_dialect_is_told(settings: dict[str, Any], told: st
 @pytest.mark.parametrize("names", [("nope",), ("tfserving", "metrics")])
 def test_what_a_listener_cannot_speak(names: tuple[str, ...]) -> None:
     specs = find_specs(Settings())
-    allowed = "allowed: ops, console, textgen, tfserving, kserve_v2, triton_v1, grps, or metrics alone"
+    allowed = (
+        "allowed: ops, console, openapi, textgen, tfserving, kserve_v2, triton_v1, grps, or metrics alone"
+    )
     for choose in (choose_http, choose_grpc):
         with pytest.raises(ConfigError) as caught:
             choose(specs, Listener(FREE, names))
@@ -259,14 +261,14 @@ def test_a_listeners_dialects_follow_from_their_policies(
 @pytest.mark.parametrize(
     ("named", "spoken"),
     [
-        ((), ["ops", "console", "textgen", "tfserving", "kserve_v2", "triton_v1"]),
+        ((), ["ops", "console", "openapi", "textgen", "tfserving", "kserve_v2", "triton_v1"]),
         (("kserve_v2",), ["kserve_v2"]),
-        (("triton_v1", "tfserving"), ["ops", "console", "tfserving", "triton_v1"]),
-        (("tfserving",), ["ops", "console", "tfserving"]),
+        (("triton_v1", "tfserving"), ["ops", "console", "openapi", "tfserving", "triton_v1"]),
+        (("tfserving",), ["ops", "console", "openapi", "tfserving"]),
         (("metrics",), ["metrics"]),
-        (("ops",), ["ops", "console"]),
-        (("grps",), ["ops", "console", "grps"]),
-        (("textgen",), ["ops", "console", "textgen"]),
+        (("ops",), ["ops", "console", "openapi"]),
+        (("grps",), ["ops", "console", "openapi", "grps"]),
+        (("textgen",), ["ops", "console", "openapi", "textgen"]),
     ],
 )
 def test_what_a_listener_speaks(named: tuple[str, ...], spoken: list[str]) -> None:

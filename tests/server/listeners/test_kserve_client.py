@@ -27,7 +27,7 @@ def test_health_has_the_words_that_the_client_reads(tmp_path: Path) -> None:
     write_model(tmp_path)
 
     async def work() -> None:
-        async with serving(tmp_path) as served:
+        async with serving(tmp_path, allow_docs=False) as served:  # /docs is where / leads browsers otherwise
             assert await get(served, "/v2/health/ready") == (200, {"ready": True})
             assert await get(served, "/v2/health/live") == (200, {"live": True})
             for accept in ("*/*", "application/json"):
@@ -52,7 +52,7 @@ def test_health_has_its_words_where_one_dialect_is_spoken(tmp_path: Path, dialec
 
     async def work() -> None:
         listeners = (Listener("127.0.0.1:0", (dialect,)),)
-        async with serving(tmp_path, http=listeners) as served:
+        async with serving(tmp_path, http=listeners, allow_docs=False) as served:
             status, told = await get(served, "/")
             assert (status, told) == (200, {"status": "alive"})
             assert "is alive" in (await get(served, "/", "text/html"))[1]
