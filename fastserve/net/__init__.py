@@ -11,7 +11,7 @@ from fastserve.net.compression import inflate
 from fastserve.net.listener import HttpListener
 from fastserve.net.request import Call, Endpoint, ReplyStream
 from fastserve.net.router import HttpDialect, Route
-from fastserve.net.sockets import AddressError, check_free, shown
+from fastserve.net.sockets import AddressError, shown
 
 __all__ = [
     "AddressError",
@@ -21,7 +21,6 @@ __all__ = [
     "HttpListener",
     "ReplyStream",
     "Route",
-    "check_free",
     "inflate",
     "shown",
 ]

@@ -24,6 +24,7 @@ from typing import cast
 
 import msgspec
 
+from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions
 from fastserve.net.callback_guard import report
 from fastserve.net.http1.connection import Http1Connection
@@ -35,7 +36,7 @@ from fastserve.net.limits import Verdict, slowness
 from fastserve.net.listener_state import ListenerState, ManagedConnection
 from fastserve.net.request import AccessLog
 from fastserve.net.router import HttpDialect
-from fastserve.net.sockets import AcceptGate, open_socket
+from fastserve.net.sockets import AcceptGate, open_socket, shown
 from fastserve.net.tls.credentials import Credentials
 from fastserve.net.tls.handshake import Handshake
 from fastserve.net.tls.transport import H2, HTTP_1_1, TlsPort
@@ -44,7 +45,7 @@ from fastserve.util.memory_budget import ALLOWANCE_BYTES, MemoryBudget
 from fastserve.util.rate_limited_log import run_all
 
 log = logging.getLogger(__name__)
-BACKLOG = 1024
+BACKLOG, SHARED_BACKLOG = 1024, 8192  # of one front process, and of several
 # A connection that carries nothing for so long is closed when the listener drains: not at once, because a
 # client may be sending on it just then.
 QUIET_S = 1.0
@@ -65,7 +66,8 @@ class HttpListener(ListenerState):
     `address` "" is every interface; "::" takes IPv4 as well; "unix:PATH" is a file, without a port.
     `clock` is in seconds. `services` come before plain HTTP on HTTP/2's streams (http2.stream); with
     `only_http2` a connection has to begin with HTTP/2's preface. `origins` are those of web pages that
-    may administer, `restrictions` hold for all routes. With `tls` no plain text is spoken."""
+    may administer, `restrictions` hold for all routes. With `tls` no plain text is spoken. A `balancer`
+    accepts the connections, and shares them with other front processes."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class HttpListener(ListenerState):
         dialects: Sequence[HttpDialect],
         limits: Limits,
         *,
-        reuse_port: bool = False,
+        balancer: AcceptBalancer | None = None,
         access_log: AccessLog | None = None,
         clock: Callable[[], float] = time.monotonic,
         services: Sequence[ServiceFinder] = (),
@@ -92,7 +94,9 @@ class HttpListener(ListenerState):
         self.http2 = Http2Shared(self, services)
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1), self.guard)
         self.on_closed: list[Callable[[], object]] = []  # when no connection is left
-        self._place, self._reuse_port = (address, port), reuse_port
+        self._place, self._balancer = (address, port), balancer
+        self._adopting: set[asyncio.Task[object]] = set()  # connections that are being set up
+        self._closed = False
         self._only_http2 = only_http2
         self._server: asyncio.Server | None = None
         self._gate: AcceptGate | None = None
@@ -103,12 +107,16 @@ class HttpListener(ListenerState):
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
         loop = asyncio.get_running_loop()
-        listening = open_socket(*self._place, reuse_port=self._reuse_port)
-        gate = AcceptGate(listening)
+        inherited = self._balancer.inherited(shown(*self._place)) if self._balancer is not None else None
+        listening = inherited or open_socket(*self._place)
+        gate = AcceptGate(listening, inherited=inherited is not None)
         create = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
         try:
             self._place = gate.place
-            self._server = await create(self._make, sock=listening, backlog=BACKLOG)
+            if self._balancer is None:
+                self._server = await create(self._make, sock=listening, backlog=BACKLOG)
+            else:
+                self._share(self._balancer, listening)
         except BaseException:
             gate.shut()
             listening.close()
@@ -119,6 +127,32 @@ class HttpListener(ListenerState):
             self.tls.open()
         self._gate = gate
         self._tick()
+
+    def _share(self, balancer: AcceptBalancer, listening: socket.socket) -> None:
+        """Accept together with other front processes."""
+        listening.listen(SHARED_BACKLOG)
+        self.port_count = balancer.attach(shown(*self._place), listening, self._adopt)
+
+    def _adopt(self, accepted: socket.socket) -> None:
+        """Set up a connection that the balancer has accepted."""
+        assert self.port_count is not None
+        if self._closed:
+            accepted.close()
+            return
+        self.port_count.expect()
+        loop = asyncio.get_running_loop()
+        task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(self._make, accepted))
+        self._adopting.add(task)
+        task.add_done_callback(partial(self._adopted, accepted))
+
+    def _adopted(self, accepted: socket.socket, task: asyncio.Task[object]) -> None:
+        self._adopting.discard(task)
+        if not self._adopting and self.port_count is not None:
+            self.port_count.settle()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            accepted.close()
+            if not isinstance(error, OSError):  # else the client has left already
+                self.guard.note(cast(Exception, error))
 
     def _make(self) -> asyncio.BaseProtocol:
         """Return the protocol of a connection just accepted. Where there is no memory for one the
@@ -176,7 +210,10 @@ class HttpListener(ListenerState):
 
     async def close(self) -> None:
         """Stop at once; connections that are left are cut off."""
+        self._closed = True
         await self._stop_accepting()
+        if self._adopting:
+            await asyncio.wait(self._adopting)
         run_all(list(self.connections), methodcaller("abort"))
         while self.connections:
             await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
@@ -189,11 +226,16 @@ class HttpListener(ListenerState):
 
     async def _stop_accepting(self) -> None:
         """Close the listening socket. Accepted connections are admitted in the loop's next turn."""
-        if self._server is not None and self._gate is not None:
-            self._gate.shut()
+        if self._gate is None:
+            return
+        gate, self._gate = self._gate, None
+        gate.shut()
+        if self._balancer is not None:
+            self._balancer.detach(gate.listening)
+        if self._server is not None:
             self._server.close()
-            self._server = self._gate = None
-            await asyncio.sleep(0)
+            self._server = None
+        await asyncio.sleep(0)
 
     # ---- for connections
 
@@ -215,6 +257,8 @@ class HttpListener(ListenerState):
         """Hand a connection over to its protocol after the handshake."""
         self.connections.discard(handshake)
         self.budget.charge(-ALLOWANCE_BYTES)
+        if self.port_count is not None:
+            self.port_count.expect()
         successor = self._speak(protocol)
         transport.set_protocol(successor)
         successor.connection_made(transport)

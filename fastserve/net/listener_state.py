@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from fastserve.net.accept_balance import PortCount
 from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.callback_guard import Guard, Guarded
 from fastserve.net.fair_queue import FairQueue
@@ -81,6 +82,7 @@ class ListenerState:
         self.guard = Guard(self.refusals, self._limited_log)
         self.fair_queue, self.hangups = FairQueue(), HangupWatch()
         self.connections: set[ManagedConnection] = set()
+        self.port_count: PortCount | None = None  # where several fronts share the port
         self._empty: asyncio.Event | None = None
 
     def set_limits(self, limits: Limits) -> None:
@@ -126,12 +128,16 @@ class ListenerState:
         if connection in self.connections:
             self.connections.discard(connection)
             self.budget.charge(-ALLOWANCE_BYTES)
+            if self.port_count is not None:
+                self.port_count.leave(len(self.connections))
         if self._empty is not None and not self.connections:
             self._empty.set()
 
     def _add(self, connection: ManagedConnection) -> None:
         self.connections.add(connection)
         self.budget.charge(ALLOWANCE_BYTES)
+        if self.port_count is not None:
+            self.port_count.arrive(len(self.connections))
 
     def limits_for(self, claim: Claim | None) -> Limits:
         """Return the limits of a connection: shorter times for one that holds memory while others wait."""

@@ -108,10 +108,12 @@ class AcceptGate:
     """A bound socket that closes without resetting connections which nobody has accepted yet.
 
     First a filter drops SYNs (their clients try again a second later), handshakes under way finish and
-    are accepted, then the socket is closed."""
+    are accepted, then the socket is closed. An `inherited` socket is another process's to shut: that one
+    accepts what is left."""
 
-    def __init__(self, listening: socket.socket) -> None:
+    def __init__(self, listening: socket.socket, *, inherited: bool = False) -> None:
         self.listening = listening
+        self._inherited = inherited
         self._file = SocketFile(listening.getsockname()) if listening.family == socket.AF_UNIX else None
 
     @property
@@ -123,6 +125,8 @@ class AcceptGate:
     def shut(self) -> float:
         """Let no new connection begin. Returns the seconds after which all that had begun can be
         accepted, 0 for a file."""
+        if self._inherited:
+            return 0.0
         if self._file is None:
             return _shut(self.listening)
         self._file.remove()
@@ -148,22 +152,13 @@ def shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def open_socket(address: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+def open_socket(address: str, port: int) -> socket.socket:
     """Return a bound socket; one of a file listens. "" and "::" take IPv4 and IPv6 where the machine has
     both. Raises OSError, whose text names the place."""
     with _named(address, port):
         if address.startswith(UNIX):
             return bind_file(address.removeprefix(UNIX))
-        return _bind(address, port, reuse_port)
-
-
-def check_free(address: str, port: int) -> None:
-    """Raise OSError if somebody listens there already, even on a shared port."""
-    if address.startswith(UNIX):
-        with _named(address, port):
-            clear(address.removeprefix(UNIX))
-    elif port:
-        open_socket(address, port).close()
+        return _bind(address, port)
 
 
 @contextlib.contextmanager
@@ -176,7 +171,7 @@ def _named(address: str, port: int) -> Iterator[None]:
         raise AddressError(error.errno, text, place) from error
 
 
-def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:
+def _bind(address: str, port: int) -> socket.socket:
     host = address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
     family, kind, protocol, _, place = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -184,8 +179,6 @@ def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
         listening.bind(place)

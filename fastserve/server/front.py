@@ -26,7 +26,8 @@ from fastserve.engine.schedulers.cache import ResponseCache
 from fastserve.errors import ConfigError
 from fastserve.metrics import Heartbeat, Readiness, Registry, names
 from fastserve.metrics.readiness import write_failures
-from fastserve.net import Call, HttpListener, check_free, shown
+from fastserve.net import Call, HttpListener, shown
+from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.tls import Credentials
@@ -237,7 +238,7 @@ class Front:
     stop: Stop = refuse_to_stop
     spread: Spread = nobody_else
     opening: Opening = field(default_factory=Opening)
-    owner: bool = False  # of the ports: the other fronts share them with it
+    balancer: AcceptBalancer | None = None  # of ports that several front processes share
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
     close_lent: Callable[[bytes], Awaitable[None]] = keep_nothing  # workers let go of memory on a GPU
     tls: Credentials | None = None  # of listeners that speak it
@@ -251,9 +252,8 @@ class Front:
         self.budget = MemoryBudget(self.settings.memory_bytes)
         self._trim = HeapTrim(self.budget)
 
-    async def open(self, http: Sequence[Listener], grpc: Sequence[Listener], *, shared: bool) -> None:
-        """Open listeners at these addresses; `shared` ports are shared with other front processes. An address
-        that is among both is one port.
+    async def open(self, http: Sequence[Listener], grpc: Sequence[Listener]) -> None:
+        """Open listeners at these addresses. An address that is among both is one port.
 
         Raises ConfigError for an unknown dialect or a certificate that cannot be used, OSError for an address
         that cannot be had.
@@ -276,11 +276,13 @@ class Front:
         for listener, spoken in zip(http, spoken_http, strict=True):
             beside = [pair for pair in alone if is_same(pair[0], listener)]
             alone = [pair for pair in alone if pair not in beside]
-            await self._open_http(listener, spoken, shared, beside)
+            await self._open_http(listener, spoken, beside)
         for listener, spoken in alone:
-            await self._open_grpc(listener, spoken, shared)
+            await self._add_grpc(self._make_grpc(listener, spoken), listener)
         for dialect in self.dialects.values():
             dialect.open()
+        if self.balancer is not None:
+            self.balancer.open()
 
     def hear(self, dialect: str, word: str) -> bool:
         """Pass on a dialect's message from another front process, and return whether it was meant here."""
@@ -318,6 +320,8 @@ class Front:
 
     async def drain(self, grace_s: float) -> int:
         """Finish what is in flight; returns how many connections had to be cut off."""
+        if self.balancer is not None:
+            self.balancer.retire()
         closing = asyncio.gather(*(listener.drain(grace_s) for listener in self.http))
         await asyncio.gather(closing, *(listener.drain(grace_s) for listener in self.grpc))
         self.http, self.grpc = [], []
@@ -352,7 +356,6 @@ class Front:
         self,
         listener: Listener,
         spoken: Sequence[Spec],
-        shared: bool,
         beside: Sequence[tuple[Listener, Sequence[Spec]]],
     ) -> None:
         """Open one HTTP listener; `beside` are the gRPC listeners of its port."""
@@ -362,7 +365,7 @@ class Front:
             listener.port,
             [dialect.on_listener(pairs) for _, dialect in pairs],
             self._limits(bool(beside)),
-            reuse_port=shared,
+            balancer=self.balancer,
             access_log=log_http if self.settings.log.access else None,
             opening=self.opening,
             origins=self.settings.admin.origins,
@@ -371,9 +374,7 @@ class Front:
             tls=self.tls if listener.tls else None,
             budget=self.budget,
         )
-        guests = [self._make_grpc(asked, specs, shared, opened) for asked, specs in beside]
-        if self.owner:
-            check_free(listener.host, listener.port)
+        guests = [self._make_grpc(asked, specs, opened) for asked, specs in beside]
         await opened.open()
         self.http.append(opened)
         self._asked_http.append(listener)
@@ -405,19 +406,13 @@ class Front:
             _sooner(plain.max_age_grace_s, options.max_connection_age_grace_s),
         )
 
-    async def _open_grpc(self, listener: Listener, spoken: Sequence[Spec], shared: bool) -> None:
-        opened = self._make_grpc(listener, spoken, shared)
-        if self.owner:
-            check_free(listener.host, listener.port)
-        await self._add_grpc(opened, listener)
-
     async def _add_grpc(self, opened: GrpcListener, asked: Listener) -> None:
         await opened.open()
         self.grpc.append(opened)
         self._asked_grpc.append(asked)
 
     def _make_grpc(
-        self, listener: Listener, spoken: Sequence[Spec], shared: bool, host: HttpListener | None = None
+        self, listener: Listener, spoken: Sequence[Spec], host: HttpListener | None = None
     ) -> GrpcListener:
         from fastserve.net.grpc import GrpcListener
 
@@ -427,7 +422,7 @@ class Front:
             [method for spec in spoken for method in spec.methods_of(self.dialects[spec.name])],
             self.settings.grpc_options,
             descriptors=[files for spec in spoken for files in spec.descriptors()],
-            reuse_port=shared,
+            balancer=self.balancer,
             nameless_health=len(spoken) == 1 and spoken[0].any_health_name,
             health_names=[name for spec in spoken for name in spec.health_names],
             access_log=log_rpc if self.settings.log.access else None,

@@ -1,15 +1,17 @@
 """The other front processes as their owner sees them: it starts them, sends them every change, replaces them.
 
-    owner -> front   start {settings, front, listeners} + metrics memory     open {version} + arena
+    owner -> front   start {settings, front, listeners} + metrics memory, inboxes    open {version} + arena
+                     listen {places} + listening sockets
                      catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
                      hear {id, dialect, word}    settle {id}    ping {id}
     front -> owner   listening    opened {id}    closed {id}    heard {id, meant}    settled {id}    pong {id}
                      ask: model control for its clients (front_messages.py)
 
 A front that dies, fails a message, or gives no sign of life (workers/liveness.py) is replaced, and its
-replacement gets everything anew. While one is silent the server is not ready, since the kernel still gives it
-connections; a front whose owner is silent is not ready either. The rows of a dead front in the arenas are
-reclaimed first, so that no batch waits for them.
+replacement gets everything anew. While one is silent the server is not ready, since its connections get no
+answers; a front whose owner is silent is not ready either. The rows of a dead front in the arenas are
+reclaimed first, so that no batch waits for them; connections that it had not taken yet go to the others
+(net/accept_balance.py).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from fastserve.engine.counters import counters_of
 from fastserve.engine.loader import LoadedPart, VersionLoader
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
+from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
 from fastserve.server.front_messages import OwnerModelControl, catalog_message
@@ -68,13 +71,15 @@ class FrontPool:
         host: VersionLoader,
         registry: Registry,
         loads: OwnerModelControl,
+        balancer: AcceptBalancer | None,
     ) -> None:
         self._loads = loads
         loads.settle = self.settle
         self._catalog = catalog
         self.links = [
-            FrontLink(i, settings, catalog, host, registry, self._answer)
+            FrontLink(i, settings, catalog, host, registry, balancer, self._answer)
             for i in range(1, settings.frontends)
+            if balancer is not None
         ]
         self._told: dict[str, Any] = {}
         self._told_metrics: list[str] = []
@@ -89,10 +94,9 @@ class FrontPool:
             host.on_closing.append(self._close_version)
 
     async def open(self, http: tuple[Listener, ...], grpc: tuple[Listener, ...]) -> None:
-        """Start every front on the owner's own ports; a socket file cannot be shared. Raises ServeError when
-        one does not come up."""
+        """Start every front on the owner's own ports. Raises ServeError when one does not come up."""
         for link in self.links:
-            link.listeners = (_ports(http), _ports(grpc))
+            link.listeners = http, grpc
         if self.links:
             self._ping()
         await asyncio.gather(*(link.start() for link in self.links))
@@ -180,6 +184,7 @@ class FrontLink:
         catalog: Catalog,
         host: VersionLoader,
         registry: Registry,
+        balancer: AcceptBalancer,
         answer: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]],
     ) -> None:
         self.front = front
@@ -187,6 +192,7 @@ class FrontLink:
         self._answering: set[asyncio.Task[None]] = set()
         self.listeners: tuple[tuple[Listener, ...], tuple[Listener, ...]] = ((), ())
         self._settings, self._catalog, self._host, self._registry = settings, catalog, host, registry
+        self._balancer = balancer
         self._process: WorkerProcess | None = None
         self._waiting: dict[tuple[str, int], asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count(1)
@@ -303,13 +309,15 @@ class FrontLink:
             "http": msgspec.to_builtins(http),
             "grpc": msgspec.to_builtins(grpc),
         }
-        self.tell(start, [self._registry.fd])
+        self.tell(start, [self._registry.fd, *self._balancer.fds()])
         for hosted in list(self._host.hosted.values()):
             await self._open_version(hosted)
         self.tell(catalog_message(self._catalog))
         if self._readiness is not None:
             self.tell(self._readiness)
-        await self._ask("listening", 0, {"op": "listen"}, timeout_s=ANSWER_TIMEOUT_S)
+        places = self._balancer.places()
+        listen = {"op": "listen", "places": list(places)}
+        await self._ask("listening", 0, listen, list(places.values()), timeout_s=ANSWER_TIMEOUT_S)
         self._came_up = self._listening = True
 
     async def _open_version(self, hosted: LoadedPart) -> None:
@@ -382,6 +390,7 @@ class FrontLink:
                 future.set_exception(
                     ServeError(Kind.UNAVAILABLE, f"front process {self.front} ended: {words}")
                 )
+        self._balancer.bury(self.front)
         for ring in self._rings():
             ring.reclaim_front(self.front)
         self._ended = words
@@ -435,7 +444,3 @@ class FrontLink:
 
     def _rings(self) -> list[BatchRing]:
         return [hosted.queue.ring for hosted in self._host.hosted.values()]
-
-
-def _ports(listeners: tuple[Listener, ...]) -> tuple[Listener, ...]:
-    return tuple(one for one in listeners if not one.in_file)

@@ -27,6 +27,7 @@ from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import SCHEDULER, Engine
 from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
 from fastserve.metrics import Readiness, Registry
+from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import load_config_json
 from fastserve.repository.version import Version
@@ -114,8 +115,10 @@ class FrontProcess:
             self._control.send({"op": "settled", "id": message["id"]})
         elif op == "reply" and self._loads is not None:
             self._loads.hear(message)
-        elif op in ("listen", "close", "drain"):
-            self._later({"listen": self._listen, "close": self._close, "drain": self._drain}[op](message))
+        elif op == "listen":
+            self._later(self._listen(message, fds))
+        elif op in ("close", "drain"):
+            self._later({"close": self._close, "drain": self._drain}[op](message))
         elif op == "stop" and not self._draining:
             self.ended.set()
 
@@ -138,7 +141,8 @@ class FrontProcess:
         log_uncaught()
         registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
         self._loads = RemoteModelControl(settings.model_control == "explicit", self._control.send)
-        self._front = Front(settings, Engine(self._catalog), registry, self._loads)
+        balancer = AcceptBalancer(self._number, settings.frontends, fds[1:])
+        self._front = Front(settings, Engine(self._catalog), registry, self._loads, balancer=balancer)
         self._front.custom_metrics = lambda: self._custom_metrics
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
         self._gauges = FrontGauges(registry)
@@ -165,11 +169,13 @@ class FrontProcess:
         self._opened[message["id"]] = version, queue, arena
         self._control.send({"op": "opened", "id": message["id"]})
 
-    async def _listen(self, message: dict[str, Any]) -> None:
+    async def _listen(self, message: dict[str, Any], fds: list[int]) -> None:
         assert self._front is not None
+        assert self._front.balancer is not None
+        self._front.balancer.inherit(dict(zip(message["places"], fds, strict=True)))
         http = msgspec.convert(self._start["http"], tuple[Listener, ...])
         grpc = msgspec.convert(self._start["grpc"], tuple[Listener, ...])
-        await self._front.open(http, grpc, shared=True)
+        await self._front.open(http, grpc)
         keep_freed_memory()
         gc_freeze()
         self._control.send({"op": "listening", "id": 0})

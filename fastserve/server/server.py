@@ -22,6 +22,7 @@ from fastserve.engine.loader import VersionLoader
 from fastserve.engine.schedulers.rate_limiter import RateLimiter, read_pools
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import Readiness, Registry, ServerState, names
+from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
@@ -178,14 +179,14 @@ class Server:
             loads,
             self.host.cache,
             opening=Opening(done=False),
-            owner=True,
+            balancer=AcceptBalancer.create(settings.frontends) if settings.frontends > 1 else None,
         )
         self.front.custom_metrics = self.host.callbacks.metrics.write
         self.front.close_lent = self.host.close_lent
         self.on_stop: Callable[[bool], None] | None = None
         """Called when a client has asked for the end, with whether to wait for what is under way."""
         self.front.stop = loads.stop = self.stop_asked
-        self.fronts = FrontPool(settings, self.catalog, self.host, self.registry, loads)
+        self.fronts = FrontPool(settings, self.catalog, self.host, self.registry, loads, self.front.balancer)
         self.front.spread, self.fronts.hear = self.fronts.spread, self.front.hear
         self.fronts.on_silent = self._health_changed
         self._gauges = FrontGauges(self.registry)
@@ -203,8 +204,7 @@ class Server:
         """
         self._beat_on()
         try:
-            shared = self.settings.frontends > 1
-            await self.front.open(*all_listeners(self.settings), shared=shared)
+            await self.front.open(*all_listeners(self.settings))
             self.host.engine.tensors = self.front.engine.tensors
             await self.repository.open()
             await self.fronts.open(*self.front.addresses())
@@ -233,6 +233,8 @@ class Server:
         await asyncio.sleep(delay_s)
         await self._models_file.close()
         await asyncio.gather(self.front.drain(grace_s), self.fronts.drain(grace_s))
+        if self.front.balancer is not None:
+            self.front.balancer.close()
         await self.repository.close()
         await self.host.close()
         if self._beat is not None:

@@ -415,21 +415,6 @@ def test_ipv6_and_dual_stack() -> None:
     run(main())
 
 
-def test_two_listeners_share_a_port() -> None:
-    async def main() -> None:
-        first = HttpListener("127.0.0.1", 0, [], Limits(), reuse_port=True)
-        await first.open()
-        second = HttpListener("127.0.0.1", first.address[1], [], Limits(), reuse_port=True)
-        await second.open()
-        third = HttpListener("127.0.0.1", first.address[1], [], Limits())
-        with pytest.raises(OSError):
-            await third.open()
-        await first.close()
-        await second.close()
-
-    run(main())
-
-
 def test_replies_of_all_kinds_parse_back() -> None:
     pipe = exchange(b"".join(ANSWERS) * 3)
     assert len(read_replies(pipe.sent)) == 9

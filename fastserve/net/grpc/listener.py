@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions, Scope
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.health import Health, reflection_methods
@@ -29,7 +30,7 @@ class NativeTransport:
         methods: Sequence[Method],
         options: GrpcOptions,
         terms: RpcTerms,
-        reuse_port: bool,
+        balancer: AcceptBalancer | None,
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
     ) -> None:
@@ -39,7 +40,7 @@ class NativeTransport:
             *place,
             [],
             limits,
-            reuse_port=reuse_port,
+            balancer=balancer,
             services=[self._calls],
             only_http2=True,
             lifetimes=lifetimes(options),
@@ -119,7 +120,7 @@ class GrpcListener:
         options: GrpcOptions,
         *,
         descriptors: Sequence[bytes] = (),
-        reuse_port: bool = False,
+        balancer: AcceptBalancer | None = None,
         nameless_health: bool = False,
         health_names: Sequence[str] = (),
         access_log: AccessLog | None = None,
@@ -133,7 +134,7 @@ class GrpcListener:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
-        self._reuse_port = reuse_port
+        self._balancer = balancer
         self._tls, self._budget = tls, budget
         self._health = Health(nameless=nameless_health)
         health_methods = _health_methods(self._health)
@@ -149,7 +150,7 @@ class GrpcListener:
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
-        given = self._options, self._terms, self._reuse_port, self._tls, self._budget
+        given = self._options, self._terms, self._balancer, self._tls, self._budget
         transport = self._transport or NativeTransport(self._place, self._all_methods(), *given)
         self._place = await transport.open()
         self._transport = transport

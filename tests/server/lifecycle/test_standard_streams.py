@@ -43,10 +43,15 @@ def starts(how: str, words: list[str]) -> subprocess.Popen[bytes]:
 
 
 def predicts(port: int) -> bool:
+    """Whether a ready server answers, on one connection: before that, its other fronts still start."""
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
+        link.request("GET", "/healthz/ready")
+        ready = link.getresponse()
+        ready.read()
         link.request("POST", "/v1/models/twice:predict", BODY)
-        return link.getresponse().read() == b'{\n    "predictions": [[2.0, 4.0]\n    ]\n}'
+        right = b'{\n    "predictions": [[2.0, 4.0]\n    ]\n}'
+        return link.getresponse().read() == right and ready.status == 200
     except OSError:
         return False
     finally:
