@@ -73,8 +73,8 @@ def test_flags_override_the_file_field_by_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("frontends: 0", "s.yaml: frontends: given 0, allowed: a whole number from 1 to 64"),
-        ("frontends: '2'", 's.yaml: frontends: given "2", allowed: a whole number from 1 to 64'),
+        ("frontends: 0", "s.yaml: frontends: given 0, allowed: a whole number from 1 to 64 or auto"),
+        ("frontends: '2'", 's.yaml: frontends: given "2", allowed: a whole number from 1 to 64 or auto'),
         ("model_control: auto", 'model_control: given "auto", allowed: none or poll or explicit'),
         (
             "grpc_options: {transport: native}",

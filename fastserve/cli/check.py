@@ -19,6 +19,7 @@ from fastserve.settings.sources import EffectiveSetting, list_effective, read_en
 
 if TYPE_CHECKING:
     from fastserve.repository.check import Report
+    from fastserve.server.sizing import FrontCount
 
 # Settings that are shown in any case: they say where to look and where to ask.
 ALWAYS_SHOWN = ("repository", "http", "grpc")
@@ -65,13 +66,14 @@ def check(
         effective = list_effective(settings, config, overrides, given)
         if not settings.repository and not settings.models:
             raise click.UsageError("name the folder of a model repository, or `demo`")
+        sizing = count_fronts(settings)
         report = examine(settings, load=load)
     except ConfigError as fault:
         raise click.ClickException(str(fault)) from None
     if as_json:
-        click.echo(write_json(effective, report))
+        click.echo(write_json(effective, report, sizing))
     else:
-        click.echo(write_settings(effective, every=show_every) + "\n" + report.text(), nl=False)
+        click.echo(write_settings(effective, sizing, every=show_every) + "\n" + report.text(), nl=False)
     sys.exit(0 if report.ok else 1)
 
 
@@ -90,19 +92,28 @@ def examine(settings: Settings, *, load: bool) -> Report:
     return report
 
 
-def write_settings(effective: Sequence[EffectiveSetting], *, every: bool) -> str:
+def count_fronts(settings: Settings) -> FrontCount:
+    """Return the number of front processes that a server here would have."""
+    from fastserve.server.sizing import size_fronts
+
+    return size_fronts(settings)
+
+
+def write_settings(effective: Sequence[EffectiveSetting], sizing: FrontCount, *, every: bool) -> str:
     """Return the paragraph of the settings; without `every`, of those that somebody gave."""
     shown = [one for one in effective if every or one.source != "default" or one.name in ALWAYS_SHOWN]
     lines = ["settings", *(f"  {one.line()}" for one in shown)]
     left = len(effective) - len(shown)
-    return "\n".join([*lines, *([f"  {left} others have their defaults (--all)"] if left else []), ""])
+    others = [f"  {left} others have their defaults (--all)"] if left else []
+    return "\n".join([*lines, *([f"  {sizing.reason}"] if sizing.reason else []), *others, ""])
 
 
-def write_json(effective: Sequence[EffectiveSetting], report: Report) -> str:
+def write_json(effective: Sequence[EffectiveSetting], report: Report, sizing: FrontCount) -> str:
     """Return settings and report as one JSON object."""
     whole = {
         "ok": report.ok,
         "loaded": report.loaded,
+        "front_processes": sizing.settings.front_count,
         "settings": {one.name: {"value": one.value, **one.source_fields()} for one in effective},
         "models": {model.name: model.fields() for model in report.models},
         "passed_over": report.passed_over,

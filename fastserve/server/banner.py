@@ -47,6 +47,7 @@ def banner_text(
     readiness: Readiness,
     *,
     at_terminal: bool = False,
+    sizing: str = "",
 ) -> str:
     """Return a line for scripts and people: the addresses, and what is wrong; and then, of the demo and at a
     terminal, what to try."""
@@ -55,6 +56,8 @@ def banner_text(
     places += [_place("grpc", secure, listener) for listener in grpc]
     how = "is ready" if readiness.ready else "listens and is not ready"
     lines = [f"fastserve {how}: {' '.join(places) or 'no listener'}"]
+    if sizing:
+        lines.append(sizing)
     if settings.in_process:
         lines.append(IN_PROCESS)
     if not readiness.ready:

@@ -78,7 +78,7 @@ class FrontPool:
         self._catalog = catalog
         self.links = [
             FrontLink(i, settings, catalog, host, registry, balancer, self._answer)
-            for i in range(1, settings.frontends)
+            for i in range(1, settings.front_count)
             if balancer is not None
         ]
         self._told: dict[str, Any] = {}

@@ -139,9 +139,9 @@ class FrontProcess:
         log = settings.log
         setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
         log_uncaught()
-        registry = Registry(sections=settings.frontends, section=self._number, fd=fds[0])
+        registry = Registry(sections=settings.front_count, section=self._number, fd=fds[0])
         self._loads = RemoteModelControl(settings.model_control == "explicit", self._control.send)
-        balancer = AcceptBalancer(self._number, settings.frontends, fds[1:])
+        balancer = AcceptBalancer(self._number, settings.front_count, fds[1:])
         self._front = Front(settings, Engine(self._catalog), registry, self._loads, balancer=balancer)
         self._front.custom_metrics = lambda: self._custom_metrics
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread

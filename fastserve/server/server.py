@@ -34,6 +34,7 @@ from fastserve.server.front_messages import OwnerModelControl
 from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
 from fastserve.server.progress import StartProgress, find_terminal
+from fastserve.server.sizing import size_fronts
 from fastserve.serving.dialect import refuse_to_stop
 from fastserve.settings import ModelEntry, Settings, TFServingOptions
 from fastserve.settings.fields import convert
@@ -59,12 +60,12 @@ class DryRun:
 
 def dry_run(settings: Settings) -> DryRun:
     """Load everything once, and unload it. Blocks. Raises ConfigError as a start does."""
-    once = msgspec.structs.replace(settings, model_control="none")
+    once = msgspec.structs.replace(size_fronts(settings).settings, model_control="none")
     return uvloop.run(_dry_run(once))
 
 
 async def _dry_run(settings: Settings) -> DryRun:
-    catalog, registry = Catalog(), Registry(sections=settings.frontends)
+    catalog, registry = Catalog(), Registry(sections=settings.front_count)
     host = make_loader(settings, registry, catalog)
     repository = Repository(settings, catalog, host)
     try:
@@ -84,7 +85,7 @@ def make_loader(
     limited = settings.rate_limit == "execution_count"
     host = VersionLoader(
         registry,
-        fronts=settings.frontends,
+        fronts=settings.front_count,
         on_health=on_health,
         catalog=catalog,
         cache_bytes=settings.response_cache_bytes,
@@ -164,9 +165,10 @@ class Server:
     """A server for one configuration. Call `open`, then `drain`; `front` has the listeners' addresses."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        self.sizing = size_fronts(settings)
+        self.settings = settings = self.sizing.settings
         self.catalog = Catalog()
-        self.registry = Registry(sections=settings.frontends)
+        self.registry = Registry(sections=settings.front_count)
         self.host = make_loader(settings, self.registry, self.catalog, self._health_changed)
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.callbacks.repository = self.repository
@@ -179,7 +181,7 @@ class Server:
             loads,
             self.host.cache,
             opening=Opening(done=False),
-            balancer=AcceptBalancer.create(settings.frontends) if settings.frontends > 1 else None,
+            balancer=AcceptBalancer.create(settings.front_count) if settings.front_count > 1 else None,
         )
         self.front.custom_metrics = self.host.callbacks.metrics.write
         self.front.close_lent = self.host.close_lent
@@ -333,7 +335,8 @@ async def serve(settings: Settings) -> int:
     keep_freed_memory()
     gc_freeze()
     places, readiness = server.front.addresses(), server.front.readiness
-    announce(banner_text(settings, *places, readiness, at_terminal=is_terminal(1)))
+    text = banner_text(settings, *places, readiness, at_terminal=is_terminal(1), sizing=server.sizing.reason)
+    announce(text)
     await stopping
     return await _stop(server, forced=forced.is_set())
 

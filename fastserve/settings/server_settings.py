@@ -310,8 +310,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """HTTP listeners: HOST:PORT[=dialect,...], or `off`."""
     grpc: tuple[Listener, ...] = (Listener("127.0.0.1:8001"),)
     """gRPC listeners: HOST:PORT[=dialect,...], or `off`."""
-    frontends: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Front processes that share each port."""
+    frontends: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
+    """Front processes that share each port; auto: the cores that workers leave."""
     in_process: bool = False
     """Run models in the server's process, for breakpoints and profilers; none is killed then."""
     drain_delay_s: Annotated[float, Meta(ge=0)] = 1.0
@@ -355,11 +355,11 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
         self._check_tls()
-        if self.allow_client_shm and self.frontends > 1:  # each front keeps the regions it was told of
+        if self.allow_client_shm and self.front_count > 1:  # each front keeps the regions it was told of
             raise ValueError(
                 f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"
             )
-        if self.triton.trace_config and self.frontends > 1:  # they would write over each other's files
+        if self.triton.trace_config and self.front_count > 1:  # they would write over each other's files
             raise ValueError(
                 f"triton.trace_config: given with frontends {self.frontends}, allowed: with frontends 1"
             )
@@ -375,6 +375,11 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
                 f"limits.memory_bytes: given {given}, allowed: 0, or from {most}, which is the larger of "
                 "limits.body_bytes and grpc_options.message_bytes"
             )
+
+    @property
+    def front_count(self) -> int:
+        """The number of front processes; 1 for auto, until server/sizing.py has worked it out."""
+        return 1 if self.frontends == "auto" else self.frontends
 
     @property
     def _largest_body(self) -> int:

@@ -176,6 +176,20 @@ def test_settings_come_first_with_where_they_came_from(
     assert "  limits.body_bytes: 134217728  (default)" in run("--no-load", "--all").output
 
 
+def test_the_number_of_front_processes_is_worked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve.server.sizing.usable_cores", lambda: 8)
+    folder = write(tmp_path, {"m": (CONFIG + "instances: 2\n", GOOD, "")})
+    head = run("--no-load", folder, "--frontends", "auto").output.partition("\n\n")[0].splitlines()
+    assert "  frontends: auto  (flag)" in head
+    assert "  frontends auto: 6 front processes, 8 cores less 2 for workers" in head
+    monkeypatch.setenv("FASTSERVE_FRONTENDS", "auto")
+    told = json.loads(run("--no-load", "--json", folder).output)
+    assert told["front_processes"] == 6
+    assert told["settings"]["frontends"] == {
+        "value": "auto", "source": "environment", "origin": "FASTSERVE_FRONTENDS",
+    }  # fmt: skip
+
+
 def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTSERVE_REPOSITORY", "demo")
     told = json.loads(run("--no-load", "--json").output)

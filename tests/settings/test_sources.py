@@ -72,7 +72,7 @@ def test_values_of_variables() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("FRONTENDS", "0", ': given "0", allowed: a whole number from 1 to 64'),
+        ("FRONTENDS", "0", ': given "0", allowed: a whole number from 1 to 64 or auto'),
         ("KEEP_GOING", "yes", ': given "yes", allowed: true or false'),
         ("HTTP", "localhost", ': [0].address: given "localhost", allowed: HOST:PORT'),
         ("MODEL_CONTROL", "auto", ': given "auto", allowed: none or poll or explicit'),

@@ -175,7 +175,7 @@ class Online:
         self._context, self._shared = context, options.shared_ready
         self._gauges = {name: context.registry.gauges(ONLINE).of(name) for name in self._protocols()}
         self._known = dict.fromkeys(self._gauges, options.start_online)
-        self._alone = context.settings.frontends == 1
+        self._alone = context.settings.front_count == 1
 
     def set(self, protocol: str, online: bool) -> None:
         """`protocol`: http or grpc."""
