@@ -36,6 +36,7 @@ from fastserve.server.nv_metrics import NvMetrics
 from fastserve.serving.client_shared_memory import DeviceMemory, Regions, keep_nothing
 from fastserve.serving.dialect import Dialect, ServingContext, Spread, Stop, nobody_else, refuse_to_stop
 from fastserve.serving.model_control import NoRepository, RepositoryFace
+from fastserve.serving.replication import ReplicatedState
 from fastserve.serving.text import TextModels
 from fastserve.serving.text.tensors import TextTensors
 from fastserve.settings import Limits, Listener, Settings
@@ -229,7 +230,7 @@ class Front:
     registry: Registry
     repository: RepositoryFace = field(default_factory=NoRepository)
     cache: ResponseCache | None = None
-    regions: Regions = field(default_factory=lambda: Regions(False))
+    state: ReplicatedState = field(default_factory=ReplicatedState)
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     http: list[HttpListener] = field(default_factory=list)
@@ -244,12 +245,15 @@ class Front:
     tls: Credentials | None = None  # of listeners that speak it
     certificates: CertificateWatch | None = None
     budget: MemoryBudget = field(init=False)  # of all listeners
+    regions: Regions = field(init=False)
     _trim: HeapTrim = field(init=False)
     _asked_http: list[Listener] = field(default_factory=list)
     _asked_grpc: list[Listener] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.budget = MemoryBudget(self.settings.memory_bytes)
+        self.regions = Regions(self.settings.allow_client_shm, state=self.state)
+        self.regions.budget = self.budget
         self._trim = HeapTrim(self.budget)
 
     async def open(self, http: Sequence[Listener], grpc: Sequence[Listener]) -> None:
@@ -258,9 +262,7 @@ class Front:
         Raises ConfigError for an unknown dialect or a certificate that cannot be used, OSError for an address
         that cannot be had.
         """
-        self.regions.allowed = self.settings.allow_client_shm
-        self.regions.budget = self.budget
-        self.regions.devices = DeviceMemory(self.close_lent)
+        self.regions.open(DeviceMemory(self.close_lent))
         if self.settings.tls.cert:
             self.tls = Credentials(self.settings.tls)
             self.tls.load()

@@ -1,8 +1,10 @@
 """Messages between the owner of the models and the other front processes: catalog and model control.
 
-front -> owner   ask {id, do: names | load | unload | replace | stop | spread, name ...}
+front -> owner   ask {id, do: names | load | unload | replace | stop | spread | change, name ...}
 owner -> front   reply {id, names | meant | error}       when all fronts have applied the change
 owner -> front   catalog {models}
+
+Texts of clients are ASCII JSON within a message: they need not be Unicode.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 import base64
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +27,7 @@ from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.dialect import Stop, refuse_to_stop
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.model_control import LoadOverride
+from fastserve.serving.replication import Content, ReplicatedState
 from fastserve.settings import ModelEntry
 
 
@@ -85,6 +89,7 @@ class OwnerModelControl:
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
         self.stop: Stop = refuse_to_stop
+        self.state = ReplicatedState()
         self.settle: Callable[[], Awaitable[None]] = _alone
         """Wait until every front has applied the catalog: a loaded model can be used through any of them."""
 
@@ -130,11 +135,13 @@ class OwnerModelControl:
                 await self.stop(asked["force"])
             elif asked["do"] == "replace":
                 await self.replace_models(msgspec.convert(asked["entries"], list[ModelEntry]))
+            elif asked["do"] == "change":
+                await self.state.carry_out(asked["part"], json.loads(asked["change"]))
             else:
                 await self.unload(asked["name"], asked["dependents"])
         except Exception as error:  # of any kind: in the other process a client waits for the reply
             fault = error if isinstance(error, ServeError) else internal_error(self, error)
-            return {**told, "error": [fault.kind.value, fault.message]}
+            return {**told, "error": [fault.kind.value, json.dumps(fault.message)]}
         return told
 
 
@@ -172,6 +179,10 @@ class RemoteModelControl:
         told = await self._ask({"do": "spread", "dialect": dialect, "word": word})
         return bool(told["meant"])
 
+    async def change(self, part: str, change: Content) -> None:
+        """Have the owner change what all front processes have alike. Raises ServeError."""
+        await self._ask({"do": "change", "part": part, "change": json.dumps(change)})
+
     def hear(self, told: dict[str, Any]) -> None:
         """An answer of the owner's."""
         waiting = self._waiting.get(told["id"])
@@ -188,7 +199,7 @@ class RemoteModelControl:
             del self._waiting[number]
         if "error" in told:
             kind, message = told["error"]
-            raise ServeError(Kind(kind), message)
+            raise ServeError(Kind(kind), json.loads(message))
         return told
 
 

@@ -4,8 +4,9 @@
                      listen {places} + listening sockets
                      catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
                      hear {id, dialect, word}    settle {id}    ping {id}
+                     replicate {records} + descriptors    (serving/replication.py)
     front -> owner   listening    opened {id}    closed {id}    heard {id, meant}    settled {id}    pong {id}
-                     ask: model control for its clients (front_messages.py)
+                     ask: model control for its clients (front_messages.py)    note {part, content}
 
 A front that dies, fails a message, or gives no sign of life (workers/liveness.py) is replaced, and its
 replacement gets everything anew. While one is silent the server is not ready, since its connections get no
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import os
 import time
@@ -35,10 +37,11 @@ from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
 from fastserve.server.front_messages import OwnerModelControl, catalog_message
+from fastserve.serving.replication import ReplicatedState, StateRecord, write_records
 from fastserve.settings import Listener, Settings
 from fastserve.settings.server_settings import PASSWORD_VARIABLE
 from fastserve.workers import liveness
-from fastserve.workers.control import ControlFault, PeerGone
+from fastserve.workers.control import MESSAGE_FDS, ControlFault, PeerGone
 from fastserve.workers.group import Backoff
 from fastserve.workers.liveness import Silence
 from fastserve.workers.process import ENTRY as WORKER_ENTRY
@@ -53,6 +56,8 @@ log = logging.getLogger(__name__)
 FRONT_ENTRY = (*WORKER_ENTRY[:-1], "fastserve.server.front_process")
 
 ANSWER_TIMEOUT_S = 60.0
+
+RECORD_FDS = MESSAGE_FDS - 1  # a long message takes one for itself
 
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
 
@@ -75,9 +80,10 @@ class FrontPool:
     ) -> None:
         self._loads = loads
         loads.settle = self.settle
+        self.state = loads.state
         self._catalog = catalog
         self.links = [
-            FrontLink(i, settings, catalog, host, registry, balancer, self._answer)
+            FrontLink(i, settings, catalog, host, registry, balancer, self._answer, self.state)
             for i in range(1, settings.front_count)
             if balancer is not None
         ]
@@ -90,6 +96,8 @@ class FrontPool:
         self._silent: frozenset[int] = frozenset()
         self._pinging: asyncio.TimerHandle | None = None
         if self.links:
+            self.state.publish = self._publish
+            self.state.fronts = lambda: frozenset(link.front for link in self.links if link.pid)
             host.on_opened.append(self._open_version)
             host.on_closing.append(self._close_version)
 
@@ -143,6 +151,12 @@ class FrontPool:
         self.tell_catalog()
         await asyncio.gather(*(link.settle() for link in self.links))
 
+    async def _publish(self, part: str, records: Sequence[StateRecord]) -> None:
+        """Send records to every front, and return when all have applied them."""
+        for link in self.links:
+            link.replicate([(part, record) for record in records])
+        await asyncio.gather(*(link.settle() for link in self.links))
+
     def tell_custom_metrics(self, lines: list[str]) -> None:
         """Send every front the models' own metrics."""
         if lines or self._told_metrics:
@@ -186,9 +200,10 @@ class FrontLink:
         registry: Registry,
         balancer: AcceptBalancer,
         answer: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]],
+        state: ReplicatedState,
     ) -> None:
         self.front = front
-        self._answer = answer
+        self._answer, self._state = answer, state
         self._answering: set[asyncio.Task[None]] = set()
         self.listeners: tuple[tuple[Listener, ...], tuple[Listener, ...]] = ((), ())
         self._settings, self._catalog, self._host, self._registry = settings, catalog, host, registry
@@ -264,6 +279,11 @@ class FrontLink:
         except ServeError as error:
             self._kill(error.message)
 
+    def replicate(self, records: Sequence[tuple[str, StateRecord]]) -> None:
+        """Send records without waiting."""
+        for message, fds in write_records(records, RECORD_FDS):
+            self.tell(message, fds)
+
     async def drain(self, grace_s: float) -> None:
         """Ask the process to finish, and end it when it does not."""
         self._draining = True
@@ -310,6 +330,7 @@ class FrontLink:
             "grpc": msgspec.to_builtins(grpc),
         }
         self.tell(start, [self._registry.fd, *self._balancer.fds()])
+        self.replicate(self._state.records())  # at once: changes from now on follow
         for hosted in list(self._host.hosted.values()):
             await self._open_version(hosted)
         self.tell(catalog_message(self._catalog))
@@ -336,6 +357,7 @@ class FrontLink:
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
             "load_s": counters_of(version).load_s,
+            "on_device": hosted.queue.on_device,
             "text": msgspec.to_builtins(version.text),
         }
         await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)
@@ -367,6 +389,9 @@ class FrontLink:
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
             return
+        if message["op"] == "note":
+            self._state.noted(message["part"], self.front, json.loads(message["content"]))
+            return
         if message["op"] == "pong":
             self._ponged = int(message["id"])
             return
@@ -393,6 +418,7 @@ class FrontLink:
         self._balancer.bury(self.front)
         for ring in self._rings():
             ring.reclaim_front(self.front)
+        self._state.front_ended(self.front)
         self._ended = words
 
     def _kill(self, reason: str) -> None:

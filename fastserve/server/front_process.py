@@ -9,6 +9,7 @@ answer its requests any more, and a new server needs its port.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -33,6 +34,7 @@ from fastserve.repository.model_config import load_config_json
 from fastserve.repository.version import Version
 from fastserve.server.front import Front, FrontGauges
 from fastserve.server.front_messages import RemoteModelControl, apply_catalog
+from fastserve.serving.replication import Content
 from fastserve.settings import Listener, Settings
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.util.logs import log_uncaught, setup_logs
@@ -111,6 +113,8 @@ class FrontProcess:
             self._control.send({"op": "heard", "id": message["id"], "meant": meant})
         elif op == "ping":
             self._control.send({"op": "pong", "id": message["id"]})
+        elif op == "replicate" and self._front is not None:
+            self._front.state.apply(message["records"], fds)
         elif op == "settle":  # what was said before it is done
             self._control.send({"op": "settled", "id": message["id"]})
         elif op == "reply" and self._loads is not None:
@@ -145,8 +149,12 @@ class FrontProcess:
         self._front = Front(settings, Engine(self._catalog), registry, self._loads, balancer=balancer)
         self._front.custom_metrics = lambda: self._custom_metrics
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
+        self._front.state.ask, self._front.state.note = self._loads.change, self._note
         self._gauges = FrontGauges(registry)
         self._beat()
+
+    def _note(self, part: str, content: Content) -> None:
+        self._control.send({"op": "note", "part": part, "content": json.dumps(content)})
 
     def _open(self, message: dict[str, Any], fds: list[int]) -> None:
         assert self._front is not None
@@ -160,6 +168,7 @@ class FrontProcess:
             self._front.registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
         queue = open_queue(arena, self._number, version.inputs, version.outputs, metrics)
+        queue.on_device = message["on_device"]
         SCHEDULER.put(version, simple_scheduler(queue))
         if message["text"] is not None:
             version.text = msgspec.convert(message["text"], Info)

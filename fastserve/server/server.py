@@ -182,6 +182,7 @@ class Server:
             self.host.cache,
             opening=Opening(done=False),
             balancer=AcceptBalancer.create(settings.front_count) if settings.front_count > 1 else None,
+            state=loads.state,
         )
         self.front.custom_metrics = self.host.callbacks.metrics.write
         self.front.close_lent = self.host.close_lent

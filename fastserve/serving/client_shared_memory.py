@@ -11,11 +11,16 @@ and against the file's size at each use.
 This process never opens a handle: initialising CUDA is for workers (docs/gpu.md). Names, sizes, ranges and
 device numbers are checked here; whether a handle can be opened, a worker finds out when a request first names
 it. A device region is closed when the last request releases it; its name is free at once.
+
+Several front processes have the same regions (replication.py). The owner of the models opens a file once, and
+sends the others its descriptor: what a client does to the name afterwards makes no difference between fronts.
+A device region is closed when no front uses it any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import mmap
 import os
@@ -24,9 +29,9 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.flatten import walk_bytes
 from fastserve.devices.inventory import MACHINE, DeviceInventory
@@ -34,6 +39,7 @@ from fastserve.engine import lend
 from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid, unsupported
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Lent
+from fastserve.serving.replication import Content, ReplicatedState, StateRecord
 from fastserve.util.memory_budget import MemoryBudget
 
 if TYPE_CHECKING:
@@ -54,14 +60,17 @@ async def keep_nothing(handle: bytes) -> None:
 
 @dataclass(slots=True, eq=False)
 class DeviceRegion:
-    """One registered handle. `users` are requests that read or will write it."""
+    """One registered handle. `users` are requests that read or will write it, `away` other front processes
+    that may have such requests."""
 
     name: str
     handle: bytes
     device: int
     byte_size: int
+    number: int = 0
     users: int = 0
     registered: bool = True
+    away: set[int] = field(default_factory=set)
 
     def lend(self, offset: int, nbytes: int) -> Lent:
         """A range of it, already found to lie within."""
@@ -74,6 +83,9 @@ class DeviceMemory:
     def __init__(self, on_close: OnClose = keep_nothing, machine: DeviceInventory = MACHINE) -> None:
         """`on_close` is called with a handle that is given back, and awaited: workers may have opened it."""
         self._machine, self._on_close = machine, on_close
+        self.on_unused: Callable[[int], None] | None = None
+        """Where other processes close handles: called with the number of a region that is given back."""
+        self._forgotten: dict[int, DeviceRegion] = {}  # by number, those that other front processes may use
         self._names: Counter[bytes] = Counter()  # how many regions a handle is registered for
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -102,10 +114,25 @@ class DeviceMemory:
         region.users -= 1
         self._look(region)
 
-    def forget(self, region: DeviceRegion) -> None:
-        """It is not registered any more."""
+    def forget(self, region: DeviceRegion, away: Iterable[int] = ()) -> None:
+        """It is not registered any more; front processes `away` say when they use it no more."""
         region.registered = False
+        region.away |= set(away)
+        if region.away:
+            self._forgotten[region.number] = region
         self._look(region)
+
+    def unused(self, number: int, front: int) -> None:
+        """A front process uses a region no more that was forgotten."""
+        region = self._forgotten.get(number)
+        if region is not None:
+            region.away.discard(front)
+            self._look(region)
+
+    def front_ended(self, front: int) -> None:
+        """A front process has ended, and uses nothing any more."""
+        for number in list(self._forgotten):
+            self.unused(number, front)
 
     async def closed(self) -> None:
         """Return when what was forgotten so far, and is not in use, is closed."""
@@ -113,17 +140,28 @@ class DeviceMemory:
             await asyncio.wait(set(self._closing))
 
     def _look(self, region: DeviceRegion) -> None:
-        if region.registered or region.users:
+        if region.registered or region.users or region.away:
+            return
+        self._forgotten.pop(region.number, None)
+        if self.on_unused is not None:
+            self._drop_name(region.handle)
+            self.on_unused(region.number)
             return
         task = asyncio.get_running_loop().create_task(self._close(region))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def _close(self, region: DeviceRegion) -> None:
-        self._names[region.handle] -= 1
-        if not self._names[region.handle]:  # else it is registered by another name as well
-            del self._names[region.handle]
+        if self._drop_name(region.handle):
             await self._on_close(region.handle)
+
+    def _drop_name(self, handle: bytes) -> bool:
+        """Return whether it is registered by no other name."""
+        self._names[handle] -= 1
+        if self._names[handle]:
+            return False
+        del self._names[handle]
+        return True
 
 
 class DeviceBuffer:
@@ -272,6 +310,11 @@ class Region:
 
 AnyRegion = Region | DeviceRegion
 
+PART = "regions"  # of the state that all front processes have alike
+
+_NAMES: dict[type[AnyRegion] | None, str] = {None: "", Region: "file", DeviceRegion: "device"}
+_KIND_BY_NAME = {name: kind for kind, name in _NAMES.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -283,18 +326,35 @@ class Range:
 
 
 class Regions:
-    """The regions of one front process. With `allowed` false nothing can be registered."""
+    """The regions of one front process. With `allowed` false nothing can be registered.
 
-    def __init__(self, allowed: bool, folder: str = FOLDER) -> None:
+    What changes them returns what is to be awaited, if anything: until all front processes know, and until a
+    GPU's memory is given back.
+    """
+
+    def __init__(self, allowed: bool, folder: str = FOLDER, state: ReplicatedState | None = None) -> None:
         self.allowed = allowed
         self.devices: DeviceMemory | None = None
         self.budget: MemoryBudget | None = None  # of the process, for what requests bring from regions
         self._folder = folder
+        self._state = state or ReplicatedState()
         self._regions: dict[str, AnyRegion] = {}
         self._lock = threading.Lock()  # held while a descriptor is looked up, and while one is closed
+        self._numbers = itertools.count(1)
 
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+    def open(self, devices: DeviceMemory) -> None:
+        """Begin to have what other front processes have."""
+        self.devices = devices
+        note = self._state.note
+        if note is not None:
+            devices.on_unused = lambda number: note(PART, {"unused": number})
+        self._state.add(PART, self)
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> Awaitable[None] | None:
         """Open a client's memory. Raises ServeError in the original's words."""
+        if self._state.ask is not None:
+            given = {"name": name, "key": key, "offset": offset, "byte_size": byte_size}
+            return self._ask("register", given)
         self._must_be_free(name)
         fd = self._open(name, key)
         try:
@@ -304,7 +364,8 @@ class Regions:
             if any(region.key == key for region in self.list_files()):
                 raise internal(f"Invalid shared memory region: '{key}'") from None  # as 24.10 tells it
             raise
-        self._regions[name] = Region(name, key, offset, byte_size, fd)
+        region = self._regions[name] = Region(name, key, offset, byte_size, fd)
+        return self._publish([_record(region)])
 
     async def register_device(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Register a client's memory on a GPU. Workers open the handle when a request first names it. Raises
@@ -314,14 +375,23 @@ class Regions:
         if self.devices is None:
             raise NoDeviceError
         await self.devices.check(device, byte_size)
+        if self._state.ask is not None:
+            given = {"name": name, "handle": handle.hex(), "device": device, "byte_size": byte_size}
+            await self._ask("register_device", given)
+            return
         self._must_be_free(name)  # another may have come meanwhile
-        region = self._regions[name] = DeviceRegion(name, handle, device, byte_size)
+        region = DeviceRegion(name, handle, device, byte_size, next(self._numbers))
+        self._regions[name] = region
         self.devices.add(region)
+        published = self._publish([_record(region)])
+        if published is not None:
+            await published
 
     def unregister(self, name: str, kind: type[AnyRegion] | None = None) -> Awaitable[None] | None:
-        """Forget one region; an unknown name is no fault, nor is one of the other kind. To be awaited, if
-        anything, until the memory is given back."""
+        """Forget one region; an unknown name is no fault, nor is one of the other kind."""
         self.must_be_allowed()
+        if self._state.ask is not None:
+            return self._ask("unregister", {"name": name, "kind": _NAMES[kind]})
         region = self._regions.get(name)
         if region is None or (kind is not None and not isinstance(region, kind)):
             return None
@@ -330,7 +400,66 @@ class Regions:
     def unregister_all(self, kind: type[AnyRegion] | None = None) -> Awaitable[None] | None:
         """Forget every region, as a client asks for it."""
         self.must_be_allowed()
+        if self._state.ask is not None:
+            return self._ask("unregister_all", {"kind": _NAMES[kind]})
         return self._forget_all([r for r in self._regions.values() if kind is None or isinstance(r, kind)])
+
+    # --- as one part of what all front processes have alike (replication.py)
+
+    async def carry_out(self, change: Content) -> None:
+        """Do what a client of another front process asked for. Raises ServeError."""
+        done: Awaitable[None] | None
+        asked, given = change["do"], change["given"]
+        if asked == "register":
+            done = self.register(given["name"], given["key"], given["offset"], given["byte_size"])
+        elif asked == "register_device":
+            handle = bytes.fromhex(given["handle"])
+            done = self.register_device(given["name"], handle, given["device"], given["byte_size"])
+        elif asked == "unregister":
+            done = self.unregister(given["name"], _KIND_BY_NAME[given["kind"]])
+        else:
+            done = self.unregister_all(_KIND_BY_NAME[given["kind"]])
+        if done is not None:
+            await done
+
+    def apply(self, content: Content, fds: list[int]) -> None:
+        """Take over what the owner has registered or forgotten."""
+        if "forget" in content:
+            for name in content["forget"]:
+                self._forget(self._regions[name])
+        elif "key" in content:
+            self._regions[content["name"]] = Region(**content, fd=fds[0])
+        else:
+            region = DeviceRegion(**{**content, "handle": bytes.fromhex(content["handle"])})
+            self._regions[region.name] = region
+            assert self.devices is not None
+            self.devices.add(region)
+
+    def records(self) -> Iterator[StateRecord]:
+        """Every region, for a new front process."""
+        return map(_record, list(self._regions.values()))
+
+    def noted(self, front: int, content: Content) -> None:
+        """A front process uses a region no more."""
+        if self.devices is not None:
+            self.devices.unused(content["unused"], front)
+
+    def front_ended(self, front: int) -> None:
+        """A front process has ended."""
+        if self.devices is not None:
+            self.devices.front_ended(front)
+
+    def _ask(self, do: str, given: Content) -> Awaitable[None]:
+        self.must_be_allowed()
+        assert self._state.ask is not None
+        return self._state.ask(PART, {"do": do, "given": given})
+
+    def _publish(self, records: list[StateRecord]) -> Awaitable[None] | None:
+        """Let all front processes know; None where there is but this one."""
+        publish = self._state.publish
+        return None if publish is None else publish(PART, records)
+
+    # --- what is registered
 
     def list_files(self, name: str = "") -> list[Region]:
         """All regions that are files, or one. Raises ServeError NOT_FOUND."""
@@ -464,16 +593,21 @@ class Regions:
         return [region]
 
     def _forget_all(self, regions: list[AnyRegion]) -> Awaitable[None] | None:
+        if not regions:
+            return None
         for region in regions:
             self._forget(region)
-        held = any(isinstance(region, DeviceRegion) for region in regions)
-        return self.devices.closed() if held and self.devices is not None else None
+        published = self._publish([StateRecord({"forget": [region.name for region in regions]})])
+        devices = self.devices if any(isinstance(region, DeviceRegion) for region in regions) else None
+        if published is None:
+            return None if devices is None else devices.closed()
+        return _close_after(published, devices)
 
     def _forget(self, region: AnyRegion) -> None:
         if isinstance(region, DeviceRegion):
             del self._regions[region.name]
             assert self.devices is not None
-            self.devices.forget(region)
+            self.devices.forget(region, self._state.fronts())
             return
         with self._lock:
             del self._regions[region.name]
@@ -528,6 +662,22 @@ class Regions:
             os.close(fd)
             raise internal(f"Unable to open shared memory region: '{key}'")
         return fd
+
+
+async def _close_after(published: Awaitable[None], devices: DeviceMemory | None) -> None:
+    """Return when all front processes know, and what they do not use is closed."""
+    await published
+    if devices is not None:
+        await devices.closed()
+
+
+def _record(region: AnyRegion) -> StateRecord:
+    """Return what another front process needs to have the region."""
+    content: dict[str, Any] = {"name": region.name, "byte_size": region.byte_size}
+    if isinstance(region, DeviceRegion):
+        handle = region.handle.hex()
+        return StateRecord({**content, "handle": handle, "device": region.device, "number": region.number})
+    return StateRecord({**content, "key": region.key, "offset": region.offset}, (region.fd,))
 
 
 def most_bytes(version: Version) -> int:

@@ -355,10 +355,6 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
         self._check_tls()
-        if self.allow_client_shm and self.front_count > 1:  # each front keeps the regions it was told of
-            raise ValueError(
-                f"allow_client_shm: given true with frontends {self.frontends}, allowed: with frontends 1"
-            )
         if self.triton.trace_config and self.front_count > 1:  # they would write over each other's files
             raise ValueError(
                 f"triton.trace_config: given with frontends {self.frontends}, allowed: with frontends 1"

@@ -226,10 +226,10 @@ def show_regions(service: KServeService, arguments: CallArguments) -> list[dict[
     ]
 
 
-def register_region(service: KServeService, arguments: CallArguments) -> None:
+def register_region(service: KServeService, arguments: CallArguments) -> Awaitable[None] | None:
     _must_be_named(service, arguments, "system")
     key, offset, byte_size = arguments.read()
-    service.regions.register(arguments.name, key, offset, byte_size)
+    return service.regions.register(arguments.name, key, offset, byte_size)
 
 
 def show_cuda_regions(service: KServeService, arguments: CallArguments) -> list[dict[str, Any]]:

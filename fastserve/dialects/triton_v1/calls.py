@@ -224,8 +224,7 @@ class CallPage:
         if target.action == "status":
             return self._calls.regions()
         if target.action == "register":
-            shared.register(target.name, target.key, target.offset, target.byte_size)
-            return None
+            return shared.register(target.name, target.key, target.offset, target.byte_size)
         if target.action == "cudaregister":
             handle = bytes(call.body)
             return self._calls.register_cuda(target.name, handle, target.device, target.byte_size)

@@ -200,4 +200,8 @@ class V1Rpcs:
             raise invalid(text)
         else:
             place = asked.system_shared_memory
-            self._service.regions.register(asked.name, place.shared_memory_key, place.offset, asked.byte_size)
+            opened = self._service.regions.register(
+                asked.name, place.shared_memory_key, place.offset, asked.byte_size
+            )
+            if opened is not None:
+                await opened

@@ -14,7 +14,17 @@ import pytest
 
 from tests.conftest import Belongings
 from tests.dialects.kserve.client_models import write_streams, write_sums
-from tests.dialects.kserve.client_rig import COUNT, FLAVOURS, ONES, Client, connected, run, warm_up
+from tests.dialects.kserve.client_rig import (
+    COUNT,
+    FLAVOURS,
+    ONES,
+    Client,
+    connected,
+    region,
+    run,
+    shared_memory,
+    warm_up,
+)
 from tests.running import Running, until
 
 CLIENTS = 8  # 1 of 128 times the kernel gives them all to one front
@@ -27,7 +37,7 @@ def two_fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     write_sums(folder)
     write_streams(folder)
     options = ("--frontends", "2", "--model-control", "explicit", "--load-model", "*")
-    options += ("--admin-file-overrides", "--admin-log-settings")
+    options += ("--admin-file-overrides", "--admin-log-settings", "--allow-client-shm")
     with Running(folder, folder.parent / "log", *options) as running:
         warm_up(running)
         yield running
@@ -140,5 +150,37 @@ def test_models_come_and_go_on_every_front(served: Running) -> None:
                 await client.load_model("held")
                 assert await client.is_model_ready("held")
                 assert (await client.told("get_model_metadata", "held"))["versions"] == ["1"]
+
+    run(work())
+
+
+def test_client_memory_is_known_on_every_front(served: Running) -> None:
+    """A region that one client registers is read and written for others, over HTTP and gRPC."""
+    size = COUNT.nbytes
+
+    async def infer(flavour: str, name: str, memory: Any, number: int) -> None:
+        async with connected(flavour, served) as client:
+            inputs = client.pair()
+            inputs[0].set_shared_memory(name, size)
+            output = client.output("OUTPUT0")
+            output.set_shared_memory(name, size, offset=size * (1 + number))
+            await client.infer("sums", inputs, outputs=[output])
+            found = shared_memory.get_contents_as_numpy(memory, np.int32, [1, 16], size * (1 + number))
+            assert np.array_equal(found, COUNT * 7 + ONES), flavour
+
+    async def work() -> None:
+        with region(4096) as (memory, name, key):
+            shared_memory.set_shared_memory_region(memory, [COUNT * 7])
+            for flavour in ("http.aio", "grpc.aio"):
+                async with connected(flavour, served) as client:
+                    await client.register_system_shared_memory(name, key, 4096)
+                for number in range(CLIENTS):
+                    await infer(("http.aio", "grpc.aio")[number % 2], name, memory, number)
+                async with connected(flavour, served) as client:
+                    await client.unregister_system_shared_memory(name)
+                for _ in range(CLIENTS):
+                    async with connected(flavour, served) as client:
+                        told = await client.told("get_system_shared_memory_status")
+                        assert not (told if flavour == "http.aio" else told.get("regions"))
 
     run(work())
