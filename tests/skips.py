@@ -52,6 +52,7 @@ ALLOWED = (
     Allowed("tests/net/grpc/test_interop_js.py::", "Node.js with grpc-js", "grpc-js"),
     Allowed("tests/server/observability/test_console.py::", "Chromium", "chromium"),
     Allowed("tests/server/listeners/test_one_port.py::test_commands", "nghttp", "nghttp"),
+    Allowed("tests/deploy/test_systemd.py::", "systemd", "systemd-analyze"),
 )
 ELSEWHERE = "make test-extras"
 

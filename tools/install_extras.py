@@ -8,7 +8,7 @@
 | `recipes` | what recipes of docs/recipes import | FOLDER |
 | `docs` | mkdocs-material, which makes the site | FOLDER |
 | `grpc-js` | npm's @grpc/grpc-js; Node.js as a wheel, if the machine has none | FOLDER/grpc-js, FOLDER |
-| `chromium`, `nghttp` | Debian's packages, if the commands are missing and root runs this | the machine |
+| `chromium`, `nghttp`, `systemd-analyze` | Debian's packages, if missing and root runs this | the machine |
 
 FOLDER/extras.json says of each extra why this machine cannot have it, or "". An installation that should work
 is tried three times. If it still fails, that is the reason; with --required the exit status is 1.
@@ -29,7 +29,7 @@ import requirements
 ROOT = Path(__file__).resolve().parent.parent
 PAUSES_S = (5, 20)
 TENSORFLOW_PYTHONS = (3, 10), (3, 13)
-DEBIAN = {"chromium": "chromium", "nghttp": "nghttp2-client"}
+DEBIAN = {"chromium": "chromium", "nghttp": "nghttp2-client", "systemd-analyze": "systemd"}
 
 
 class NotInstalled(Exception):

@@ -8,6 +8,7 @@ name.
 """
 
 from fastserve.net.compression import inflate
+from fastserve.net.inherited_sockets import InheritedSockets, take_inherited
 from fastserve.net.listener import HttpListener
 from fastserve.net.request import Call, Endpoint, ReplyStream
 from fastserve.net.router import HttpDialect, Route
@@ -19,8 +20,10 @@ __all__ = [
     "Endpoint",
     "HttpDialect",
     "HttpListener",
+    "InheritedSockets",
     "ReplyStream",
     "Route",
     "inflate",
     "shown",
+    "take_inherited",
 ]

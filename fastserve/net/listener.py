@@ -32,6 +32,7 @@ from fastserve.net.http2.connection import Http2Connection
 from fastserve.net.http2.exchange import Http2Shared
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.http2.stream import ServiceFinder
+from fastserve.net.inherited_sockets import InheritedSockets
 from fastserve.net.limits import Verdict, slowness
 from fastserve.net.listener_state import ListenerState, ManagedConnection
 from fastserve.net.request import AccessLog
@@ -67,7 +68,8 @@ class HttpListener(ListenerState):
     `clock` is in seconds. `services` come before plain HTTP on HTTP/2's streams (http2.stream); with
     `only_http2` a connection has to begin with HTTP/2's preface. `origins` are those of web pages that
     may administer, `restrictions` hold for all routes. With `tls` no plain text is spoken. A `balancer`
-    accepts the connections, and shares them with other front processes."""
+    accepts the connections, and shares them with other front processes. `passed_on` has sockets that a
+    service manager keeps."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class HttpListener(ListenerState):
         lifetimes: Lifetimes | None = None,
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
+        passed_on: InheritedSockets | None = None,
     ) -> None:
         super().__init__(
             dialects, limits, access_log, clock, opening, origins, restrictions, lifetimes, budget
@@ -95,6 +98,8 @@ class HttpListener(ListenerState):
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1), self.guard)
         self.on_closed: list[Callable[[], object]] = []  # when no connection is left
         self._place, self._balancer = (address, port), balancer
+        self._passed_on, self._kept = passed_on, False  # sockets of a service manager; whether this is one
+        self._waits = False  # for `accept`
         self._adopting: set[asyncio.Task[object]] = set()  # connections that are being set up
         self._closed = False
         self._only_http2 = only_http2
@@ -105,17 +110,24 @@ class HttpListener(ListenerState):
         self._at_a_time = 0
 
     async def open(self) -> None:
-        """Listen. Raises OSError when the address cannot be had."""
+        """Listen. Raises OSError when the address cannot be had. On a socket of `passed_on` connections wait
+        for `accept`."""
         loop = asyncio.get_running_loop()
-        inherited = self._balancer.inherited(shown(*self._place)) if self._balancer is not None else None
+        passed_on = self._passed_on.find(*self._place) if self._passed_on is not None else None
+        self._waits = self._kept = passed_on is not None
+        inherited = passed_on
+        if self._balancer is not None and inherited is None:
+            inherited = self._balancer.inherited(shown(*self._place))
         listening = inherited or open_socket(*self._place)
         gate = AcceptGate(listening, inherited=inherited is not None)
         create = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
         try:
             self._place = gate.place
             if self._balancer is None:
-                self._server = await create(self._make, sock=listening, backlog=BACKLOG)
-            else:
+                self._server = await create(
+                    self._make, sock=listening, backlog=BACKLOG, start_serving=not self._waits
+                )
+            elif not self._waits:
                 self._share(self._balancer, listening)
         except BaseException:
             gate.shut()
@@ -127,6 +139,14 @@ class HttpListener(ListenerState):
             self.tls.open()
         self._gate = gate
         self._tick()
+
+    async def accept(self) -> None:
+        """Begin to accept from a socket of `passed_on`; any other is accepted from since it is open."""
+        waits, self._waits = self._waits, False
+        if waits and self._server is not None:
+            await self._server.start_serving()
+        elif waits and self._balancer is not None and self._gate is not None:
+            self._share(self._balancer, self._gate.listening)
 
     def _share(self, balancer: AcceptBalancer, listening: socket.socket) -> None:
         """Accept together with other front processes."""
@@ -199,7 +219,7 @@ class HttpListener(ListenerState):
 
     async def _let_in(self, grace_s: float) -> None:
         """Accept all connections on their way; the loop accepts whenever it turns."""
-        if self._gate is None:
+        if self._gate is None or self._kept:
             return
         await asyncio.sleep(min(self._gate.shut(), grace_s))
         loop, waits = asyncio.get_running_loop(), select.poll()

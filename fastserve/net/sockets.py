@@ -20,6 +20,7 @@ import socket
 import stat
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 UNIX = "unix:"
 
@@ -109,7 +110,7 @@ class AcceptGate:
 
     First a filter drops SYNs (their clients try again a second later), handshakes under way finish and
     are accepted, then the socket is closed. An `inherited` socket is another process's to shut: that one
-    accepts what is left."""
+    accepts what is left, or keeps it for the next server."""
 
     def __init__(self, listening: socket.socket, *, inherited: bool = False) -> None:
         self.listening = listening
@@ -171,16 +172,22 @@ def _named(address: str, port: int) -> Iterator[None]:
         raise AddressError(error.errno, text, place) from error
 
 
-def _bind(address: str, port: int) -> socket.socket:
+def resolve(address: str, port: int) -> tuple[int, int, int, tuple[Any, ...]]:
+    """Return family, type, protocol and socket address of a TCP address. Raises socket.gaierror."""
     host = address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
     family, kind, protocol, _, place = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
+    return family, kind, protocol, place
+
+
+def _bind(address: str, port: int) -> socket.socket:
+    family, kind, protocol, place = resolve(address, port)
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(place[0] != "::"))
         listening.bind(place)
         listening.setblocking(False)
     except BaseException:

@@ -26,7 +26,7 @@ from fastserve.engine.schedulers.cache import ResponseCache
 from fastserve.errors import ConfigError
 from fastserve.metrics import Heartbeat, Readiness, Registry, names
 from fastserve.metrics.readiness import write_failures
-from fastserve.net import Call, HttpListener, shown
+from fastserve.net import Call, HttpListener, InheritedSockets, shown
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.http2.settings import Lifetimes
@@ -240,6 +240,7 @@ class Front:
     spread: Spread = nobody_else
     opening: Opening = field(default_factory=Opening)
     balancer: AcceptBalancer | None = None  # of ports that several front processes share
+    passed_on: InheritedSockets = field(default_factory=InheritedSockets)  # by a service manager
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
     close_lent: Callable[[bytes], Awaitable[None]] = keep_nothing  # workers let go of memory on a GPU
     tls: Credentials | None = None  # of listeners that speak it
@@ -281,10 +282,17 @@ class Front:
             await self._open_http(listener, spoken, beside)
         for listener, spoken in alone:
             await self._add_grpc(self._make_grpc(listener, spoken), listener)
+        self.passed_on.check()
         for dialect in self.dialects.values():
             dialect.open()
         if self.balancer is not None:
             self.balancer.open()
+
+    async def accept(self) -> None:
+        """Begin to accept from sockets that were passed on: earlier, requests would have been refused."""
+        for listeners in self.listeners().values():
+            for listener in listeners:
+                await listener.accept()
 
     def hear(self, dialect: str, word: str) -> bool:
         """Pass on a dialect's message from another front process, and return whether it was meant here."""
@@ -375,6 +383,7 @@ class Front:
             lifetimes=self._lifetimes(bool(beside)),
             tls=self.tls if listener.tls else None,
             budget=self.budget,
+            passed_on=self.passed_on,
         )
         guests = [self._make_grpc(asked, specs, opened) for asked, specs in beside]
         await opened.open()
@@ -434,6 +443,7 @@ class Front:
             host=host,
             tls=self.tls if listener.tls else None,
             budget=self.budget,
+            passed_on=self.passed_on,
         )
 
 

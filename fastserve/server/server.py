@@ -22,6 +22,7 @@ from fastserve.engine.loader import VersionLoader
 from fastserve.engine.schedulers.rate_limiter import RateLimiter, read_pools
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import Readiness, Registry, ServerState, names
+from fastserve.net import InheritedSockets, take_inherited
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening
 from fastserve.repository.catalog import Catalog
@@ -34,6 +35,7 @@ from fastserve.server.front_messages import OwnerModelControl
 from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
 from fastserve.server.progress import StartProgress, find_terminal
+from fastserve.server.service_manager import ServiceManager
 from fastserve.server.sizing import size_fronts
 from fastserve.serving.dialect import refuse_to_stop
 from fastserve.settings import ModelEntry, Settings, TFServingOptions
@@ -164,7 +166,7 @@ def _words(fault: Exception) -> str:
 class Server:
     """A server for one configuration. Call `open`, then `drain`; `front` has the listeners' addresses."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, passed_on: InheritedSockets | None = None) -> None:
         self.sizing = size_fronts(settings)
         self.settings = settings = self.sizing.settings
         self.catalog = Catalog()
@@ -192,6 +194,8 @@ class Server:
         self.fronts = FrontPool(settings, self.catalog, self.host, self.registry, loads, self.front.balancer)
         self.front.spread, self.fronts.hear = self.fronts.spread, self.front.hear
         self.fronts.on_silent = self._health_changed
+        self.front.passed_on = passed_on or InheritedSockets()
+        self.manager = ServiceManager({})
         self._gauges = FrontGauges(self.registry)
         self._starting, self._draining, self._stop_asked = True, False, False
         self.progress = StartProgress()
@@ -210,6 +214,7 @@ class Server:
             await self.front.open(*all_listeners(self.settings))
             self.host.engine.tensors = self.front.engine.tensors
             await self.repository.open()
+            await self.front.accept()
             await self.fronts.open(*self.front.addresses())
             self._models_file.open()
         except BaseException:
@@ -297,6 +302,7 @@ class Server:
         self.front.heartbeat.beat()
         self.front.give_back_memory()
         self.progress.look()
+        self.manager.beat()
         self._gauges.beat(self.front.listeners(), BEAT_S)
         self._gauges.show_memory(self.front.budget)
         self._gauges.show_certificate(self.front.tls)
@@ -306,13 +312,17 @@ class Server:
         self.fronts.tell_catalog()  # labels move without a version that does
 
 
-async def serve(settings: Settings) -> int:
+async def serve(
+    settings: Settings, passed_on: InheritedSockets | None = None, manager: ServiceManager | None = None
+) -> int:
     """Serve until a signal and return the exit status. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in STOP_SIGNALS:  # before the models load: a stop during a long load is a stop
         loop.add_signal_handler(number, _on_signal, stop)
-    server = Server(settings)
+    server = Server(settings, passed_on)
+    if manager is not None:
+        server.manager = manager
     if settings.log.format == "text":
         server.progress = StartProgress(find_terminal())
     forced = asyncio.Event()
@@ -338,7 +348,9 @@ async def serve(settings: Settings) -> int:
     places, readiness = server.front.addresses(), server.front.readiness
     text = banner_text(settings, *places, readiness, at_terminal=is_terminal(1), sizing=server.sizing.reason)
     announce(text)
+    server.manager.ready(f"serving {len(readiness.models)} models")
     await stopping
+    server.manager.stopping()
     return await _stop(server, forced=forced.is_set())
 
 
@@ -371,7 +383,8 @@ def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = Non
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
     log_uncaught()
     try:
-        status = uvloop.run(serve(settings))
+        passed_on = take_inherited(os.environ)
+        status = uvloop.run(serve(settings, passed_on, ServiceManager(os.environ)))
         _leave_threads(settings, status)
         return status
     except (ConfigError, ServeError, OSError) as error:

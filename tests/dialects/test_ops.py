@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fastserve.dialects.admin.probes import Ops
-from fastserve.metrics import Heartbeat, ModelReadiness, Readiness
+from fastserve.metrics import Heartbeat, ModelReadiness, Readiness, ServerState
 from fastserve.serving.dialect import NoOptions, ServingContext
 from tests.metrics.series import NamedRegistry
 
@@ -84,6 +84,17 @@ def test_ready_follows_the_servers_word_at_once(registry: NamedRegistry) -> None
     assert json.loads(ask(ops, "/healthz/ready").body)["reason"] == "draining"
 
 
+def test_started_from_the_end_of_the_start_on(registry: NamedRegistry) -> None:
+    readiness = Readiness()
+    ops = make_ops(readiness, Heartbeat(), registry)
+    call = ask(ops, "/healthz/startup")
+    assert (call.status, json.loads(call.body)) == (503, {"started": False, "state": "starting"})
+    for state in (ServerState.SERVING, ServerState.STOPPING):
+        readiness.state = state
+        call = ask(ops, "/healthz/startup")
+        assert (call.status, json.loads(call.body)) == (200, {"started": True, "state": state.value})
+
+
 def test_live_until_the_heart_stops(registry: NamedRegistry) -> None:
     heart = Heartbeat(stale_after_s=5.0)
     ops = make_ops(Readiness(), heart, registry)
@@ -104,7 +115,7 @@ def test_metrics_are_prometheus_text(ops: Ops, registry: NamedRegistry) -> None:
     assert b"\nc_total 3.0\n" in call.body
 
 
-@pytest.mark.parametrize("target", ["/healthz/live", "/healthz/ready", "/metrics"])
+@pytest.mark.parametrize("target", ["/healthz/live", "/healthz/ready", "/healthz/startup", "/metrics"])
 def test_head_answers_as_get(ops: Ops, target: str) -> None:
     assert ask(ops, target, "HEAD").status == ask(ops, target, "GET").status
 

@@ -2,6 +2,7 @@
 
     GET /healthz/live     200 while the event loop turns, 503 when its heartbeat is stale
     GET /healthz/ready    200 {"ready": true, ...} or 503 with the reason in the body
+    GET /healthz/startup  200 once the models of the start are loaded or have failed, and from then on
     GET /metrics          Prometheus text, summed over all front processes; an API may have its own there
 
 HEAD works on each. Readiness comes from the server (metrics/readiness.py). Probes make no I/O, no thread and
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fastserve.metrics import CONTENT_TYPE
+from fastserve.metrics import CONTENT_TYPE, ServerState
 from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.limits import JSON
 from fastserve.net.router import Route, Yields
@@ -44,6 +45,7 @@ PROBE_METHODS = ("GET", "HEAD")
 NO_STORE = ((b"Cache-Control", b"no-store"),)
 LIVE = HttpRoute("live", "/healthz/live", dict.fromkeys(PROBE_METHODS, Scope.HEALTH))
 READY = HttpRoute("ready", "/healthz/ready", dict.fromkeys(PROBE_METHODS, Scope.HEALTH))
+STARTUP = HttpRoute("startup", "/healthz/startup", dict.fromkeys(PROBE_METHODS, Scope.HEALTH))
 METRICS_ROUTE = HttpRoute("metrics", "/metrics", dict.fromkeys(PROBE_METHODS, Scope.METRICS))
 
 
@@ -59,6 +61,7 @@ class Ops(Dialect):
         self._routes: dict[str, tuple[HttpRoute, Endpoint]] = {
             LIVE.path: (LIVE, self.show_live),
             READY.path: (READY, self.show_ready),
+            STARTUP.path: (STARTUP, self.show_startup),
         }
         if context.settings.allow_metrics:
             self._routes[METRICS_ROUTE.path] = METRICS_ROUTE, self.show_metrics
@@ -84,6 +87,11 @@ class Ops(Dialect):
 
     def show_ready(self, call: Call) -> None:
         write_json(call, 200 if self._readiness.ready else 503, self._readiness)
+
+    def show_startup(self, call: Call) -> None:
+        state = self._readiness.state
+        started = state is not ServerState.STARTING
+        write_json(call, 200 if started else 503, {"started": started, "state": state})
 
     async def show_metrics(self, call: Call) -> None:
         call.reply(200, await self._render_once(), CONTENT_TYPE, NO_STORE)
@@ -117,6 +125,7 @@ def describe_server(settings: Settings, models: Sequence[ModelFacts]) -> Iterato
     """Yield the operations for /openapi.json."""
     yield ApiOperation("GET", LIVE.path, TAG, "Tell whether the server is alive", answer=_PROBED)
     yield ApiOperation("GET", READY.path, TAG, "Tell whether the server is ready", answer=_PROBED)
+    yield ApiOperation("GET", STARTUP.path, TAG, "Tell whether the server has started", answer=_PROBED)
     if settings.allow_metrics:
         text = {TEXT_TYPE: {"schema": {"type": "string"}}}
         yield ApiOperation("GET", METRICS_ROUTE.path, TAG, "Metrics of Prometheus", answer=text)
@@ -126,7 +135,7 @@ OPS = DialectSpec(
     name="ops",
     options=NoOptions,
     build=Ops,
-    routes=(LIVE, READY, METRICS_ROUTE),
+    routes=(LIVE, READY, STARTUP, METRICS_ROUTE),
     listeners=ListenerPolicy.EVERY_HTTP,
     describe_server=describe_server,
 )

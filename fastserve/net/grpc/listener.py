@@ -12,6 +12,7 @@ from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.health import Health, reflection_methods
 from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_method
 from fastserve.net.http2.settings import Lifetimes
+from fastserve.net.inherited_sockets import InheritedSockets
 from fastserve.net.listener import HttpListener
 from fastserve.net.tls import Credentials
 from fastserve.settings import GrpcOptions, Limits
@@ -33,6 +34,7 @@ class NativeTransport:
         balancer: AcceptBalancer | None,
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
+        passed_on: InheritedSockets | None = None,
     ) -> None:
         self._calls = GrpcCalls({method.path: method for method in methods}, terms, options.concurrent_calls)
         limits = grpc_limits(terms.limits, options)
@@ -46,6 +48,7 @@ class NativeTransport:
             lifetimes=lifetimes(options),
             tls=tls,
             budget=budget,
+            passed_on=passed_on,
         )
 
     async def open(self) -> tuple[str, int]:
@@ -130,12 +133,13 @@ class GrpcListener:
         host: HttpListener | None = None,
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
+        passed_on: InheritedSockets | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._balancer = balancer
-        self._tls, self._budget = tls, budget
+        self._tls, self._budget, self._passed_on = tls, budget, passed_on
         self._health = Health(nameless=nameless_health)
         health_methods = _health_methods(self._health)
         self._methods = tuple(guard_method(restrictions, method) for method in (*methods, *health_methods))
@@ -150,7 +154,7 @@ class GrpcListener:
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
-        given = self._options, self._terms, self._balancer, self._tls, self._budget
+        given = self._options, self._terms, self._balancer, self._tls, self._budget, self._passed_on
         transport = self._transport or NativeTransport(self._place, self._all_methods(), *given)
         self._place = await transport.open()
         self._transport = transport

@@ -157,7 +157,7 @@ def test_every_example_of_the_demo_is_answered(demo: Running) -> None:
         "POST /v1/models/half_plus_two:regress", "POST /v2/models/half_plus_two/infer",
         "POST /api/infer/digits", "POST /v1/completions", "POST /v1/chat/completions", "POST /generate",
         "POST /generate_stream", "POST /infer", "POST /tokenize", "POST /v2/models/scribe/generate",
-        "GET /healthz/ready", "GET /metrics",
+        "GET /healthz/ready", "GET /healthz/startup", "GET /metrics",
     } <= sent  # fmt: skip
 
 
