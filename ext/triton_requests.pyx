@@ -4,8 +4,8 @@ slab to the request that execute() sees, and from its response to the slab of th
     codec.read(reply, offset, nbytes, lent)      a request over the slab; nothing of it is an array yet
     reply.send(response, True)                  its tensors straight from the model's arrays into a slab of the answer
 
-The classes are bases: backends/triton_tensor.py, backends/triton_requests.py and workers/requests.py say the rest, which
-seldom runs. Only workers come here; numpy is theirs.
+The classes are bases: backends/triton_api and workers/requests.py have the rest, which seldom runs. Only workers
+come here; numpy is theirs.
 
 A tensor that arrives is lent: it is where it came in until the model looks, and then an array of the model's own.
 """
@@ -30,7 +30,7 @@ cdef enum:
     STRING = 13                 # Triton's numbers of types that are not simply numbers
     BF16 = 14
 
-KINDS = {}                      # numpy's types -> Triton's numbers; filled by backends/triton_tensor.py
+KINDS = {}                      # numpy's types -> Triton's numbers; filled by backends/triton_api/tensor.py
 cdef dict kinds = KINDS
 
 

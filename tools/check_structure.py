@@ -53,6 +53,9 @@ DENIED_NAMES = re.compile(
     r"\b(kick\w*|bells?_?\w*|tell(_\w+)?|told|hear|heard|upkeep|meter_\w+|outline|holes?)\b"
 )
 
+# A file of the project as docstrings and comments name it.
+FILE_NAME = re.compile(r"(?<![\w./-])(?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|pyx|pxd)\b")
+
 
 class Module:
     """One file of the package: its syntax tree, its dotted name and the modules of the package it imports."""
@@ -178,6 +181,18 @@ def denied_in_compiled() -> Iterator[tuple[Path, int, str, str]]:
                 yield path.relative_to(ROOT), number, found[0], "the field's term"
 
 
+def lost_files() -> Iterator[tuple[Path, int, str]]:
+    """Find names of files that are not there, in folders that are: of the root, the package, ext/, or one of
+    the two folders above the file that names them."""
+    for path in sorted([*(ROOT / "fastserve").glob("**/*.py"), *(ROOT / "ext").glob("**/*.[ph]*")]):
+        roots = (ROOT, ROOT / "fastserve", ROOT / "ext", *path.parents[:2])
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for name in FILE_NAME.findall(line):
+                known = [root for root in roots if (root / name.partition("/")[0]).is_dir()]
+                if known and not any((root / name).exists() for root in known):
+                    yield path.relative_to(ROOT), number, name
+
+
 def is_short(module: Module) -> bool:
     return (
         module.lines < SHORT_LINES
@@ -211,6 +226,7 @@ def main(prefixes: list[str]) -> int:
     relative = [(m, n, t) for m in modules for n, t in m.docstrings() if RELATIVE.match(t)]
     denied = [(m, *word) for m in modules for word in denied_words(m)]
     compiled = list(denied_in_compiled())
+    lost = list(lost_files())
     odd = [(f, n) for f, n in folders(modules) if not 4 <= n <= 15]
     if prefixes:
         listed = [m for m in modules if str(m.path).startswith(tuple(prefixes))]
@@ -240,6 +256,10 @@ def main(prefixes: list[str]) -> int:
             ),
             sep="\n",
         )
+        print(
+            *(f"no such file: {f}:{n}: {w}" for f, n, w in lost if str(f).startswith(tuple(prefixes))),
+            sep="\n",
+        )
         print(*(f"folder: {f}: {n} files" for f, n in odd if f.startswith(tuple(prefixes))), sep="\n")
         return 0
     figures = [
@@ -250,6 +270,7 @@ def main(prefixes: list[str]) -> int:
         ("type names defined twice", len(twice), 0),
         ("docstrings that begin with a relative clause", len(relative), MAX_RELATIVE),
         ("private words", len(denied) + len(compiled), 0),
+        ("names of files that are not there", len(lost), 0),
         ("folders of fewer than 4 or more than 15 files", len(odd), 10),
     ]
     for what, count, limit in figures:

@@ -2,7 +2,7 @@
 //
 //   slab:  [ TensorsHead | TensorEntry x count | tensor 0 | tensor 1 | ... ]     every tensor starts 64-byte aligned
 //
-// A slab with a note (codec/notes.py) ends in it: [ ... | note | its bytes, 32 bits ], and its magic says so.
+// A slab with a note (codec/slab_contents.py) ends in it: [ ... | note | its bytes, 32 bits ], and its magic says so.
 // An entry names its tensor by its number in the model's own order of inputs or outputs. What is read was
 // written by another process, which may go on writing: an entry is copied once, and only the copy is judged.
 #pragma once

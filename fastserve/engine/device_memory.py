@@ -2,7 +2,7 @@
 
 A request's tensors stay on the GPU only if its batches are dense, no scheduler decides before the queue, and
 every worker computes on that device and has said that its batches go over it (for ONNX models that depends on
-the packages installed). Other requests that name such memory are refused (serving/shared_memory.py).
+the packages installed). Other requests that name such memory are refused (serving/client_shared_memory.py).
 
 A client frees memory once it is unregistered, and memory freed under an open handle is undefined in CUDA:
 

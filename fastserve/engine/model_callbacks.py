@@ -283,7 +283,7 @@ class _Device(_Callback, tag="device"):
 
 
 class _NoMemory(_Callback, tag="no_memory"):
-    """A report: batches a worker had no memory for (backends/shortage.py)."""
+    """A report: batches a worker had no memory for (backends/model_errors.py)."""
 
     batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 

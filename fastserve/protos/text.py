@@ -4,7 +4,7 @@
     print_lines(message)    one field to a line      bodies
 
 The Python library prints floats in another way, and these texts are read by people's scripts. The way back is
-`config.text_proto`, by what `schema_of` says of a message.
+`settings.text_proto`, by what `schema_of` says of a message.
 """
 
 from __future__ import annotations

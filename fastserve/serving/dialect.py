@@ -112,7 +112,7 @@ class HttpRoute:
 
 class Dialect:
     """A dialect as built for one front process, shared by its listeners. With `answer_unknown` and
-    `route_unknown` (wire.dialect.KnowsTheUnknown) it has words for what is nobody's."""
+    `route_unknown` (net.router.KnowsTheUnknown) it has words for what is nobody's."""
 
     def route(self, method: str, target: str) -> Route | None:
         """The route of an HTTP target, None when it is not this dialect's. Depends on its arguments only."""

@@ -6,11 +6,11 @@ once, and forks a worker for each that its owner asks for.
         -> fork twice -> say "forked" {id, pid} or "unforked" {id, reason}
 
 The process between the two forks ends at once, and the worker becomes a child of the owner, which adopts
-orphans meanwhile (forked.py): so a worker lives and dies with its owner, and this process may be killed and
-started anew. A fork keeps one thread alone, so a process with more of them does not fork: the numerical
-libraries are given one thread each while they are imported, and each child sets what its model asks for. No
-code of a model's runs here and no device is touched. A child closes the fork server's line and becomes a
-worker like any other (main.py).
+orphans meanwhile (forked_worker.py): so a worker lives and dies with its owner, and this process may be
+killed and started anew. A fork keeps one thread alone, so a process with more of them does not fork: the
+numerical libraries are given one thread each while they are imported, and each child sets what its model asks
+for. No code of a model's runs here and no device is touched. A child closes the fork server's line and
+becomes a worker like any other (main.py).
 """
 
 from __future__ import annotations

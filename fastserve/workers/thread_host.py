@@ -6,8 +6,9 @@
 
 The main thread only listens to the owner. Threads are the right thing here because what a model does for long
 it does without the interpreter's lock: a batch in numpy, ONNX Runtime or torch, a wait for the next one. Of
-what a process has once, the import system is separated by backends/python.py, log fields and the control
-channel by thread; the rest (environment, thread pools, the device's context) is what is meant to be shared.
+what a process has once, the import system is separated by backends/frameworks/python.py, log fields and the
+control channel by thread; the rest (environment, thread pools, the device's context) is what is meant to be
+shared.
 """
 
 from __future__ import annotations

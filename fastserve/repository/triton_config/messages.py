@@ -89,7 +89,7 @@ _WORD_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain_from_json(text: str, origin: str) -> dict[str, Any]:
-    """Parse JSON into the plain values that `config.convert` takes. Raises ConfigError."""
+    """Parse JSON into the plain values that `settings.convert` takes. Raises ConfigError."""
     try:
         document = CONFIG.read(text)
     except DocumentFault as fault:
