@@ -6,10 +6,10 @@ On a listener that speaks several, they are asked in this order whose a target i
 from typing import Any
 
 from fastserve.dialects.admin.console import CONSOLE
+from fastserve.dialects.admin.openapi import SPEC as OPENAPI
 from fastserve.dialects.admin.probes import METRICS_PORT, OPS
 from fastserve.dialects.grps.spec import SPEC as GRPS
 from fastserve.dialects.kserve.spec import SPEC as KSERVE_V2
-from fastserve.dialects.openapi.dialect import SPEC as OPENAPI
 from fastserve.dialects.textgen import SPEC as TEXTGEN
 from fastserve.dialects.tfserving.spec import SPEC as TFSERVING
 from fastserve.dialects.triton_v1.spec import SPEC as TRITON_V1

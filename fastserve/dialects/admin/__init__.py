@@ -1,1 +1,1 @@
-"""The operator's own API: probes, the metrics page, Triton's metrics port, and the console."""
+"""The server's own APIs: probes, metrics, Triton's metrics port, the console, /openapi.json and /docs."""

@@ -8,9 +8,8 @@
 
     &history=H                          of both: N is a number of this history
 
-The page loads nothing from other servers: its content security policy forbids it. It is shown where metrics
-are (`allow_metrics`). Replies about all models are made in slices of the event loop's time; those of rows
-once between two samples, for all pages that are open.
+The page is shown where metrics are (`allow_metrics`). Replies about all models are made in slices of the
+event loop's time; those of rows once between two samples, for all pages that are open.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.resources import files
 from typing import TYPE_CHECKING
 from urllib.parse import unquote_plus
 
@@ -28,6 +26,7 @@ import msgspec
 from fastserve.dialects.admin.examples import Examples
 from fastserve.dialects.admin.history import INTERVAL_S, History, work_on
 from fastserve.dialects.admin.numbers import NumbersReader
+from fastserve.dialects.admin.page_files import PAGE_METHODS, PageFiles, page_headers
 from fastserve.dialects.admin.probes import refuse_probe_method
 from fastserve.net.access_control import Scope
 from fastserve.net.router import Route
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from fastserve.net.request import Endpoint
 
 
-SCOPES = dict.fromkeys(("GET", "HEAD"), Scope.METRICS)
+SCOPES = dict.fromkeys(PAGE_METHODS, Scope.METRICS)
 PAGE = HttpRoute("page", "/console", SCOPES)
 STYLE = HttpRoute("style", "/console/console.css", SCOPES)
 SCRIPT = HttpRoute("script", "/console/console.js", SCOPES)
@@ -61,23 +60,13 @@ NEAR = 8
 """Points that a page may be behind; one that is further behind, or new, gets all."""
 
 _FILES = {
-    PAGE.path: ("console.html", b"text/html; charset=utf-8"),
-    STYLE.path: ("console.css", b"text/css; charset=utf-8"),
-    SCRIPT.path: ("console.js", b"text/javascript; charset=utf-8"),
-    PLOTS.path: ("plots.js", b"text/javascript; charset=utf-8"),
+    PAGE.path: "console.html",
+    STYLE.path: "console.css",
+    SCRIPT.path: "console.js",
+    PLOTS.path: "plots.js",
 }
 
-POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'self'"  # the grps API's own page shows it
-)
-
-HEADERS = (
-    (b"Content-Security-Policy", POLICY),
-    (b"X-Content-Type-Options", b"nosniff"),
-    (b"Referrer-Policy", b"no-referrer"),
-    (b"Cache-Control", b"no-store"),
-)
+HEADERS = page_headers("frame-ancestors 'self'")  # the grps API's own page shows it
 
 
 class SharedReplies:
@@ -125,14 +114,13 @@ class Console(Dialect):
         self._rows = SharedReplies(self._reader, self._history)
         self._settings = context.settings
         self._shown = context.settings.allow_metrics
-        self._files: dict[str, bytes] = {}
         self._handles: dict[str, asyncio.Handle] = {}
         self._steps: Iterator[None] | None = None  # of the sample that is being taken
         self._endpoints: dict[str, Endpoint] = {
             NUMBERS.path: self.show_numbers,
             ROWS.path: self.show_rows,
             MODEL.path: partial(self.show_model, examples=Examples(context.settings, ())),
-            **{path: self._shower(path) for path in _FILES},
+            **PageFiles(_FILES, HEADERS).endpoints,
         }
 
     def open(self) -> None:
@@ -178,16 +166,6 @@ class Console(Dialect):
         history: a page follows several, and then wants the last points."""
         history = read_field(call, "history")
         return max(self._history.seen - NEAR, 0) if history not in ("", self._reader.name) else after
-
-    def _shower(self, path: str) -> Endpoint:
-        return lambda call: call.reply(200, self._read(path), _FILES[path][1], HEADERS)
-
-    def _read(self, path: str) -> bytes:
-        """Return a file of the page, cached from the first time on."""
-        found = self._files.get(path)
-        if found is None:
-            found = self._files[path] = (files(__package__) / "page" / _FILES[path][0]).read_bytes()
-        return found
 
     def _look(self) -> None:
         self._handles["look"] = asyncio.get_running_loop().call_later(INTERVAL_S, self._look)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fastserve.demo import demo_repository
-from fastserve.dialects.openapi import dialect
+from fastserve.dialects.admin import openapi
 from tests.app.apps import RunningApp, write_app
 from tests.running import Running
 from tests.server.rig import run, serving, write_model
@@ -177,8 +177,8 @@ def test_the_root_leads_browsers_to_the_page(demo: Running) -> None:
 
 
 def test_the_page_loads_nothing_from_other_servers() -> None:
-    folder = Path(dialect.__file__).parent / "page"
-    for file in folder.iterdir():
+    folder = Path(openapi.__file__).parent / "page"
+    for file in folder.glob("docs.*"):
         assert not re.search(r"https?:|\burl\(|@import|[\"'(]//", file.read_text()), file.name
 
 

@@ -4,17 +4,17 @@
     GET /docs, /docs/docs.css, .js  a page that lists them, shows their schemas and sends requests
     GET /                           leads a browser to /docs; other clients get what another dialect answers
 
-The page loads nothing from other servers: its content security policy forbids it. Other dialects have these
-paths where they want them: a model of a script may be called /docs.
+Other dialects have these paths where they want them: a model of a script may be called /docs.
 """
 
 from __future__ import annotations
 
 from hmac import compare_digest
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from fastserve.dialects.openapi.document import Document, Spoken
+from fastserve.dialects.admin.openapi_document import Document, Spoken
+from fastserve.dialects.admin.page_files import PAGE_METHODS, PageFiles, page_headers
+from fastserve.dialects.admin.probes import refuse_probe_method
 from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.limits import JSON, error_body
 from fastserve.net.router import Route, Router, Yields
@@ -36,30 +36,15 @@ if TYPE_CHECKING:
     from fastserve.net.request import Endpoint
 
 
-SCOPES = dict.fromkeys(("GET", "HEAD"), Scope.METADATA)
+SCOPES = dict.fromkeys(PAGE_METHODS, Scope.METADATA)
 DOCUMENT = HttpRoute("document", "/openapi.json", SCOPES)
 PAGE = HttpRoute("page", "/docs", SCOPES)
 STYLE = HttpRoute("style", "/docs/docs.css", SCOPES)
 SCRIPT = HttpRoute("script", "/docs/docs.js", SCOPES)
 ROUTES = (DOCUMENT, PAGE, STYLE, SCRIPT)
 
-_FILES = {
-    PAGE.path: ("docs.html", b"text/html; charset=utf-8"),
-    STYLE.path: ("docs.css", b"text/css; charset=utf-8"),
-    SCRIPT.path: ("docs.js", b"text/javascript; charset=utf-8"),
-}
-
-POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data: blob:; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
-HEADERS = (
-    (b"Content-Security-Policy", POLICY),
-    (b"X-Content-Type-Options", b"nosniff"),
-    (b"Referrer-Policy", b"no-referrer"),
-    (b"Cache-Control", b"no-store"),
-)
+_FILES = {PAGE.path: "docs.html", STYLE.path: "docs.css", SCRIPT.path: "docs.js"}
+HEADERS = page_headers("img-src data: blob:", "frame-ancestors 'none'")
 
 
 class OpenApi(Dialect):
@@ -67,7 +52,7 @@ class OpenApi(Dialect):
 
     def __init__(self, context: ServingContext, options: NoOptions) -> None:
         self._context, self._shown = context, context.settings.allow_docs
-        self._pages: dict[str, bytes] = {}
+        self._endpoints = {**PageFiles(_FILES, HEADERS).endpoints, DOCUMENT.path: self.show_document}
         self._bind(())
 
     def on_listener(self, spoken: Spoken) -> OpenApi:
@@ -88,12 +73,10 @@ class OpenApi(Dialect):
             return None
         if path == ALIVE.path:
             return self._route_root(method, target)
-        if path != DOCUMENT.path and path not in _FILES:
+        endpoint = self._endpoints.get(path)
+        if endpoint is None:
             return None
-        if method not in SCOPES:
-            return Route(refuse_method, Scope.METADATA, Yields.FIRST)
-        endpoint = self.show_document if path == DOCUMENT.path else self._shower(path)
-        return Route(endpoint, SCOPES[method], Yields.FIRST)
+        return Route(endpoint if method in SCOPES else refuse_probe_method, Scope.METADATA, Yields.FIRST)
 
     def _route_root(self, method: str, target: str) -> Route | None:
         """Return the route of / for browsers, where no dialect has it for itself. Its access is that of the
@@ -117,16 +100,6 @@ class OpenApi(Dialect):
         )
         call.reply(200, found, JSON, HEADERS)
 
-    def _shower(self, path: str) -> Endpoint:
-        return lambda call: call.reply(200, self._read(path), _FILES[path][1], HEADERS)
-
-    def _read(self, path: str) -> bytes:
-        """Return a file of the page, cached from the first time on."""
-        found = self._pages.get(path)
-        if found is None:
-            found = self._pages[path] = (files(__package__) / "page" / _FILES[path][0]).read_bytes()
-        return found
-
 
 def lead_browsers(other: Endpoint) -> Endpoint:
     """Return an endpoint that sends browsers to the page, and other clients to `other`."""
@@ -138,10 +111,6 @@ def lead_browsers(other: Endpoint) -> Endpoint:
         return None
 
     return answer
-
-
-def refuse_method(call: Call) -> None:
-    call.reply(405, error_body("use GET or HEAD"), JSON, ((b"Allow", b"GET, HEAD"),))
 
 
 SPEC = DialectSpec(
