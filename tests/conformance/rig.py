@@ -30,6 +30,13 @@ WAIT_S = 60.0
 Found = TypeVar("Found")
 
 
+FileId = tuple[int, int]  # device and inode: files of two devices may have the same inode
+
+
+def file_id(found: os.stat_result) -> FileId:
+    return found.st_dev, found.st_ino
+
+
 class Rig:
     """An open server. Everything of it runs inside `run`."""
 
@@ -132,9 +139,9 @@ class Rig:
         (found,) = [h.queue for h in self.server.host.hosted.values() if h.version is self.version(model)]
         return found
 
-    def memory(self, model: str) -> int:
-        """The inode of the arena of its version."""
-        return os.fstat(self.queue(model).arena.memory_fd).st_ino
+    def memory(self, model: str) -> FileId:
+        """The arena of its version."""
+        return file_id(os.fstat(self.queue(model).arena.memory_fd))
 
     async def reload(self, model: str) -> None:
         """Load it anew, as clients do whose files have changed."""

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.conformance.rig import Rig
+from tests.conformance.rig import FileId, Rig, file_id
 from tests.conformance.scenarios import Asked, Case
 from tests.conformance.ways import UNKNOWN, Way
 
@@ -24,13 +24,17 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-def held_by_this_process() -> set[int]:
-    """The inodes of all that it has mapped or open."""
+def held_by_this_process() -> set[FileId]:
+    """All files that it has mapped or open."""
+    found = set()
     with open("/proc/self/maps") as maps:
-        found = {int(line.split()[4]) for line in maps}
+        for line in maps:
+            _, _, _, device, number, *_ = line.split()
+            major, minor = device.split(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(number)))
     for number in os.listdir("/proc/self/fd"):
         try:
-            found.add(os.stat(f"/proc/self/fd/{number}").st_ino)
+            found.add(file_id(os.stat(f"/proc/self/fd/{number}")))
         except FileNotFoundError:  # the listing's own
             continue
     return found
