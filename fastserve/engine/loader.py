@@ -50,6 +50,7 @@ from fastserve.workers.arena import Arena, plan_geometry
 from fastserve.workers.forked_worker import ForkServers
 from fastserve.workers.group import LOAD_TIMEOUT_S, WorkerGroup
 from fastserve.workers.instance import CompletedError
+from fastserve.workers.pinning import PinningPlan, WorkerPins
 from fastserve.workers.shared_worker import SharedWorkers
 
 MOST_BYTES = 1 << 29
@@ -238,6 +239,7 @@ class LoadedPart:
     part: int = 0  # which of the version's queues, where each instance has one
     closing: bool = False
     claims: list[Placement] = field(default_factory=list)  # of device memory
+    pins: WorkerPins | None = None
 
 
 OnPart = Callable[[LoadedPart], Awaitable[None]]
@@ -265,6 +267,7 @@ class VersionLoader:
         self._shared = SharedWorkers(registry.gauges(names.SHARED_WORKERS))
         self._forks = ForkServers(on_wait=on_health)
         self._starting: dict[Version, WorkerGroup] = {}  # the last of each
+        self.pinning = PinningPlan("none", (), fronts)
         self.cache = ResponseCache(cache_bytes) if cache_bytes else None
         self.ensembles: dict[Version, EnsembleScheduler] = {}  # they have no workers
         self._catalog = catalog or Catalog()
@@ -321,7 +324,8 @@ class VersionLoader:
             version.describe(seen_inputs, seen_outputs, group.signatures)
             version.text = group.text
             parted = bool(version.config.options.signature_inputs)
-            arena = Arena.create(plan_geometry(config, inputs, outputs, fronts=self._fronts, parted=parted))
+            geometry = plan_geometry(config, inputs, outputs, fronts=self._fronts, parted=parted)
+            arena = Arena.create(geometry, pins.node)
             made.append((arena, inputs, outputs))
             return arena
 
@@ -331,6 +335,7 @@ class VersionLoader:
         recording = Recording(version, self.read_recorded)
         claims = version.config.places[part : part + 1] if schedule.extras else version.config.places
         self._budget.take(claims)
+        pins = self.pinning.take(int(config.get("instances") or 1), int(config.get("threads", 1)))
         group = WorkerGroup(
             version.folder,
             config,
@@ -343,6 +348,8 @@ class VersionLoader:
             shared=self._shared,
             forks=self._forks,
             in_process=self._in_process,
+            pins=pins,
+            others=self.pinning.others,
             on_silent=lambda: self._silence_changed(version, part),
         )
         self._starting[version] = group
@@ -350,10 +357,11 @@ class VersionLoader:
             await group.start()
             recording.ran(group.recorded_ns)
             hosted = self._open(version, part, group, *made[0])
-            hosted.claims = claims
+            hosted.claims, hosted.pins = claims, pins
             return hosted
         except BaseException:
             self._budget.give_back(claims)
+            self.pinning.give_back(pins)
             await _close_unopened(group, [arena for arena, _, _ in made])
             raise
         finally:
@@ -494,6 +502,8 @@ class VersionLoader:
         counters_of(hosted.version).close(hosted.queue)
         hosted.arena.close()
         self._budget.give_back(hosted.claims)
+        if hosted.pins is not None:
+            self.pinning.give_back(hosted.pins)
         self.callbacks.forget(hosted.version)
         self._report(hosted)
 

@@ -44,6 +44,7 @@ from fastserve.workers import liveness
 from fastserve.workers.control import MESSAGE_FDS, ControlFault, PeerGone
 from fastserve.workers.group import Backoff
 from fastserve.workers.liveness import Silence
+from fastserve.workers.pinning import affinity_variable
 from fastserve.workers.process import ENTRY as WORKER_ENTRY
 from fastserve.workers.process import WorkerProcess, worker_environment
 
@@ -311,7 +312,8 @@ class FrontLink:
 
     async def _start(self) -> None:
         secret = {name: os.environ[name] for name in (PASSWORD_VARIABLE,) if name in os.environ}
-        environment = worker_environment(1, secret)
+        place = affinity_variable(self._host.pinning.front(self.front))
+        environment = worker_environment(1, {**secret, **place})
         process = WorkerProcess(environment, self._hear, self._end, entry=FRONT_ENTRY, trusted=True)
         try:
             process.spawn()

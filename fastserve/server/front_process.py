@@ -41,6 +41,7 @@ from fastserve.util.logs import log_uncaught, setup_logs
 from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import ControlChannel, PeerGone, die_with_owner, exit_now
+from fastserve.workers.pinning import take_affinity
 
 log = logging.getLogger(__name__)
 
@@ -251,5 +252,6 @@ async def run_front_process(fd: int) -> NoReturn:
 
 if __name__ == "__main__":
     die_with_owner(int(sys.argv[1]))
+    take_affinity()
     share_heap()
     uvloop.run(run_front_process(int(sys.argv[1])))

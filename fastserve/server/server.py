@@ -41,9 +41,11 @@ from fastserve.serving.dialect import refuse_to_stop
 from fastserve.settings import ModelEntry, Settings, TFServingOptions
 from fastserve.settings.fields import convert
 from fastserve.settings.tensorflow import StartFault, read_models
+from fastserve.util.cpus import read_topology
 from fastserve.util.logs import log_uncaught, setup_logs
 from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap
 from fastserve.workers.control import exit_now
+from fastserve.workers.pinning import PinningPlan, pin
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +174,9 @@ class Server:
         self.catalog = Catalog()
         self.registry = Registry(sections=settings.front_count)
         self.host = make_loader(settings, self.registry, self.catalog, self._health_changed)
+        pinning = "none" if settings.in_process else settings.pinning  # models' threads would be on one core
+        self.host.pinning = PinningPlan(pinning, read_topology(), settings.front_count)
+        self._affinity: set[int] = set()  # before this thread was pinned
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.callbacks.repository = self.repository
         self._models_file = ModelsFile(settings.tfserving, self.repository)
@@ -210,6 +215,9 @@ class Server:
         Raises ConfigError, ServeError, OSError; all is stopped then.
         """
         self._beat_on()
+        if own := self.host.pinning.front(0):
+            self._affinity = os.sched_getaffinity(0)
+            pin(own)
         try:
             await self.front.open(*all_listeners(self.settings))
             self.host.engine.tensors = self.front.engine.tensors
@@ -247,6 +255,9 @@ class Server:
         await self.host.close()
         if self._beat is not None:
             self._beat.cancel()
+        if self._affinity:
+            pin(tuple(self._affinity))
+            self._affinity = set()
         self.registry.close()
 
     async def stop_asked(self, force: bool) -> None:

@@ -312,6 +312,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """gRPC listeners: HOST:PORT[=dialect,...], or `off`."""
     frontends: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
     """Front processes that share each port; auto: the cores that workers leave."""
+    pinning: Literal["none", "cores", "numa"] = "none"
+    """Bind processes to cores of their own, or to nodes of memory, with their arenas."""
     in_process: bool = False
     """Run models in the server's process, for breakpoints and profilers; none is killed then."""
     drain_delay_s: Annotated[float, Meta(ge=0)] = 1.0

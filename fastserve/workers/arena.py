@@ -24,6 +24,7 @@ from fastserve.backends.registry import find_backend
 from fastserve.settings.model_options import read_options
 from fastserve.settings.text_options import TextOptions
 from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.workers.pinning import NO_NODE, prefer_node
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
 MAX_SLOTS = 65536
@@ -182,14 +183,17 @@ class Arena:
         self.memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
 
     @classmethod
-    def create(cls, geometry: Geometry) -> Arena:
-        """Create an arena with its doorbells, all descriptors close-on-exec."""
+    def create(cls, geometry: Geometry, node: int = NO_NODE) -> Arena:
+        """Create an arena with its doorbells, all descriptors close-on-exec; `node` is preferred for its
+        memory."""
         layout = _layout(geometry)
         memory_fd = os.memfd_create("fastserve-arena", os.MFD_CLOEXEC)
         os.ftruncate(memory_fd, batch_ring.measure(**layout))
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         bells = [[os.eventfd(0, flags) for _ in range(n)] for n in (geometry.workers, geometry.fronts)]
         arena = cls(geometry, memory_fd, *bells)
+        if node != NO_NODE:
+            prefer_node(arena.memory, node)  # before anything is touched
         layout |= {"max_delay_ns": geometry.max_delay_ns, "max_queued": geometry.max_queued}
         batch_ring.format_arena(arena.memory, **layout)
         return arena

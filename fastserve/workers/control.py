@@ -43,6 +43,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 
+from fastserve.workers.pinning import take_affinity
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -317,6 +319,7 @@ def die_with_owner(fd: int) -> None:
 def enter_child(fd: int) -> ControlChannel:
     """Begin a child process: tie it to its owner, and return its end of the control channel `fd`."""
     die_with_owner(fd)
+    take_affinity()
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         faulthandler.enable()
     os.set_inheritable(fd, False)  # a model's subprocesses must not hold the line open

@@ -31,6 +31,7 @@ from typing import Any
 from fastserve.backends.registry import find_backend
 from fastserve.util.logs import current_logs
 from fastserve.workers.control import ControlFault
+from fastserve.workers.pinning import AFFINITY
 from fastserve.workers.process import ENTRY, THREAD_VARIABLES, OnExit, OnMessage, WorkerProcess, kill_group
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def may_fork(config: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
 
 def _shared_part(environment: Mapping[str, str]) -> Environment:
     """The environment of the fork server of workers with this one: one thread for each library."""
-    return frozenset({**environment, **dict.fromkeys(THREAD_VARIABLES, "1")}.items())
+    shared = {name: value for name, value in environment.items() if name != AFFINITY}
+    return frozenset({**shared, **dict.fromkeys(THREAD_VARIABLES, "1")}.items())
 
 
 class ForkServers:

@@ -33,6 +33,7 @@ from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.forked_worker import ForkServers, may_fork
 from fastserve.workers.instance import Instance, OnCall, Specs, WorkerState
 from fastserve.workers.liveness import Watchdog, WorkerHeartbeatLike
+from fastserve.workers.pinning import Processors, WorkerPins, affinity_variable
 from fastserve.workers.process import ENTRY, Child, OnExit, OnMessage, WorkerProcess, worker_environment
 from fastserve.workers.shared_worker import SharedWorkers, place_in
 
@@ -104,6 +105,7 @@ class WorkerGroup:
     `on_call(i, message)` is called with messages of a worker about its calls to other models.
     `recorded` gives a descriptor of requests that every worker runs before it is ready (workers/warmup.py),
     -1 for none, once the workers have loaded; the group closes it.
+    `pins` are the processors of each worker, `others` those of shared ones.
     `sys_path` is appended to the workers' module path. `shared` has the processes of models that share one,
     `forks` those that fork workers; without them every worker is spawned.
     """
@@ -124,6 +126,8 @@ class WorkerGroup:
         shared: SharedWorkers | None = None,
         forks: ForkServers | None = None,
         in_process: bool = False,
+        pins: WorkerPins | None = None,
+        others: Processors = (),
         on_silent: Callable[[], None] = lambda: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -137,7 +141,7 @@ class WorkerGroup:
         self._arena: ArenaLike | None = None
         self._on_death, self._on_alive = on_death, on_alive
         self._entry, self._shared, self._sleep, self._clock = entry, shared, sleep, clock
-        self._in_process = in_process
+        self._in_process, self._pins, self._others = in_process, pins, others
         self._forks, self._forked = forks, list[Mapping[str, str]]()  # the environments of workers that fork
         self._unhold: list[Callable[..., None]] = []
         self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
@@ -160,6 +164,7 @@ class WorkerGroup:
         self, number: int, order: Mapping[str, Any], config: Mapping[str, Any], on_call: OnCall | None
     ) -> Instance:
         device, environment = place_worker(config, number, self._environment)
+        own_place = self._pins.workers[number] if self._pins is not None else ()
         limit = {"run_timeout_ms": 0} if self._in_process else {}  # a thread cannot be killed
         own = {**order, "config": {**config, **device, **limit}}
         key = place_in(config, number) if self._shared is not None else None
@@ -169,11 +174,14 @@ class WorkerGroup:
 
             make = partial(InProcessWorker, f"{self._title}#{number}", environment)
         elif self._shared is not None and key is not None:
+            environment = {**environment, **affinity_variable(self._others)}
             make = partial(self._shared.thread_worker, key, f"{self._title}#{number}", environment)
         elif self._forks is not None and may_fork(own["config"], environment):
+            environment = {**environment, **affinity_variable(own_place)}
             self._forked.append(environment)
             make = partial(self._forks.worker, environment)
         else:
+            environment = {**environment, **affinity_variable(own_place)}
             make = partial(WorkerProcess, environment, entry=self._entry)
         return Instance(number, own, make, self._revived, self._lost, on_call)
 
