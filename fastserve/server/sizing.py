@@ -101,8 +101,6 @@ def _needs_one(settings: Settings, folders: Iterable[ModelFolder]) -> str:
     """Return the setting or model that one front process alone can serve; "" for none."""
     if settings.in_process:
         return "in_process"
-    if settings.allow_client_shm:
-        return "allow_client_shm"
     if settings.triton.trace_config:
         return "triton.trace_config"
     if settings.rate_limit != "off":
