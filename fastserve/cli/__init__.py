@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "serve": "Serve a model repository (or the built-in demo).",
+    "worker": "Run batches of a server on another machine.",
     "run": "Serve the models of a script.",
     "new": "Write a folder to start from.",
     "models": "List the models of a running server.",

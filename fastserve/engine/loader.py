@@ -220,6 +220,8 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
 
+REMOTE_SPARE_MS = 10_000
+
 DIED = "the worker process died while it ran this request"
 
 NOBODY = "no worker of this model is alive"
@@ -473,7 +475,7 @@ class VersionLoader:
         queue = open_queue(arena, 0, inputs, outputs, metrics)
         queue.on_device = group.on_device
         counters_of(version).queues.append(queue)
-        limit_ms = 0 if self._in_process else version.config.run_timeout_ms  # a thread cannot be killed
+        limit_ms = 0 if self._in_process else _limit_of(version.config)  # a thread cannot be killed
         maintenance = Maintenance(queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=limit_ms)
         maintenance.open()
         calls = ModelCalls(self.engine, queue, group.tell)
@@ -574,6 +576,14 @@ class VersionLoader:
 
 def _key(version: Version, part: int) -> tuple[str, int, int, int]:
     return version.model, version.number, id(version), part
+
+
+def _limit_of(config: ModelConfig) -> int:
+    """Return the milliseconds after which a batch's worker is killed. A remote runner ends the remote worker
+    instead, and is itself given the time in which it runs a batch twice, each behind another."""
+    if config.placement is None:
+        return config.run_timeout_ms
+    return config.run_timeout_ms and 4 * config.run_timeout_ms + REMOTE_SPARE_MS
 
 
 async def _close_unopened(group: WorkerGroup, made: list[Arena]) -> None:

@@ -298,7 +298,19 @@ class _Overdue(_Callback, tag="overdue"):
     """A report: a model that answers beside the batch loop has not given a part within run_timeout_ms."""
 
 
-_Report = _Device | _NoMemory | _LentClosed | _Overdue
+class _Remote(_Callback, tag="remote"):
+    """A report: batches of a remote worker (workers/remote/runner.py)."""
+
+    worker: Annotated[str, msgspec.Meta(max_length=300)]
+    node: Annotated[str, msgspec.Meta(max_length=300)]
+    batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+    flights: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+
+
+MOST_REMOTES = 4096  # workers whose batches are counted: each start of one is another
+
+
+_Report = _Remote | _Device | _NoMemory | _LentClosed | _Overdue
 _AnyCallback = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Report
 
 _read = msgspec.json.Decoder(_AnyCallback).decode
@@ -345,6 +357,8 @@ class ModelCallbacks:
     def _take_report(self, version: Version, part: int, worker: int, report: _Report) -> None:
         if isinstance(report, _Device):
             _count_device(version, part, worker, report)
+        elif isinstance(report, _Remote):
+            _count_remote(version, report)
         elif isinstance(report, _NoMemory):
             counters_of(version).out_of_memory += report.batches
         elif isinstance(report, _LentClosed):
@@ -441,6 +455,12 @@ class ModelCallbacks:
         override = Override(callback.config or "{}", files) if callback.config or files else None
         assert self.repository is not None
         await self.repository.load(callback.name, override=override, nested=loading)
+
+
+def _count_remote(version: Version, told: _Remote) -> None:
+    remotes = counters_of(version).remotes
+    if told.worker in remotes or len(remotes) < MOST_REMOTES:
+        remotes[told.worker] = told.node, remotes.get(told.worker, ("", 0))[1] + told.batches
 
 
 def _count_device(version: Version, part: int, worker: int, told: _Device) -> None:

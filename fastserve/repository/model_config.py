@@ -24,6 +24,7 @@ from fastserve.repository.placement import MOST_INSTANCES, Placement, place_on
 from fastserve.settings import DEFAULT_POLICY, VersionPolicy, convert
 from fastserve.settings.fields import fault_text
 from fastserve.settings.model_options import Options, TorchOptions
+from fastserve.settings.placement import PlacementOptions
 from fastserve.settings.server_settings import VersionNumber
 from fastserve.settings.text_options import OPTIONAL_INPUTS, TextOptions
 from fastserve.tensor import DTYPES, TensorSpec
@@ -144,6 +145,8 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Seconds before a dead worker's first restart; doubles each time."""
     restart_backoff_max_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest wait after a start that failed, in seconds; after a death at work 1."""
+    placement: PlacementOptions | None = None
+    """Where the workers run, if not here: {remote: {listen, key, ...}}; `instances` may then be {min, max}."""
     text: TextOptions | None = None
     """Bounds and settings of a model that generates text."""
     device_tensors: bool = False
@@ -174,6 +177,8 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(fault_text("device_tensors", True, f"false with backend {self.backend}"))
         if self.torch is not None and self.backend != "torch":
             raise ValueError(fault_text("torch", "settings", f"nothing with backend {self.backend}"))
+        if self.placement is not None:
+            _check_placement(self)
         for name, signature in self.signatures.items():
             _check_signature(name, signature, self)
 
@@ -235,7 +240,7 @@ def with_streams(config: ModelConfig) -> ModelConfig:
 
 def _place(config: ModelConfig, origin: str) -> ModelConfig:
     """Return the config with a place for each instance. Raises ConfigError."""
-    if config.devices == "cpu":
+    if config.devices == "cpu" or config.placement is not None:  # a remote worker looks at its own machine
         return config
     try:
         found = place_on(config.devices, config.instances, find_backend(config.backend), MACHINE)
@@ -273,12 +278,27 @@ def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[s
     backend = merged.get("backend")
     if isinstance(backend, str) and backend in BACKENDS and BACKENDS[backend].takes == "text":
         _fill_text(merged, raw)
+    _fill_placement(merged, raw)
     if "shared_worker" not in raw and isinstance(backend, str) and not may_share(backend):
         merged.pop("shared_worker", None)
     rows, size = merged.get("max_queue_rows", 1024), merged.get("max_batch_size", 32)
     if "max_queue_rows" not in raw and isinstance(size, int) and isinstance(rows, int) and rows < size:
         merged["max_queue_rows"] = size  # a queue that cannot hold one batch would refuse full batches
     return merged
+
+
+def _fill_placement(merged: dict[str, object], raw: Mapping[str, object]) -> None:
+    """Move `instances` of a placed model to where its remote workers are counted: here it has one worker, the
+    runner that sends them batches."""
+    placement = merged.get("placement")
+    remote = placement.get("remote") if isinstance(placement, Mapping) else None
+    if not isinstance(placement, Mapping) or not isinstance(remote, Mapping):
+        return
+    wanted = merged.pop("instances", 1)
+    workers = {"min": wanted, "max": wanted} if isinstance(wanted, int) else wanted
+    merged["placement"] = {**placement, "remote": {"workers": workers, **remote}}
+    if "shared_worker" not in raw:
+        merged.pop("shared_worker", None)
 
 
 def _fill_text(merged: dict[str, object], raw: Mapping[str, object]) -> None:
@@ -288,6 +308,17 @@ def _fill_text(merged: dict[str, object], raw: Mapping[str, object]) -> None:
     merged.setdefault("text", {})
     if "allowed_batch_sizes" not in raw:
         merged.pop("allowed_batch_sizes", None)
+
+
+def _check_placement(config: NativeConfig) -> None:
+    """Raise ValueError for a model whose workers cannot be elsewhere."""
+    entry = find_backend(config.backend)
+    if entry.takes == "text":
+        raise ValueError("placement: given settings, allowed: nothing yet for a model that generates text")
+    if entry.takes != "arrays" or not entry.entry_point:
+        raise ValueError(fault_text("placement", "settings", f"nothing with backend {config.backend}"))
+    if config.shared_worker:
+        raise ValueError(fault_text("shared_worker", config.shared_worker, "nothing beside placement"))
 
 
 def _check_text(config: NativeConfig, *, generates: bool) -> None:

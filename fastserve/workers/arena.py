@@ -38,6 +38,7 @@ SPARE_SLOTS = 8
 LEAST_SLOTS = 16
 MOST_SPARE_BYTES = 1 << 30  # of columns: a bound, not a cost, as pages that are never touched take no memory
 MOST_PINNED_BYTES = 1 << 28  # of columns that a device has registered: all of their pages are touched by that
+REMOTE_HANDS = 64  # batches that remote workers may have at a time beside a full queue, halved
 SLAB_PAGE = 4096
 WORDS_PAGES = 64  # of an arena of columns: for the errors of requests that failed alone
 LENT_PAGES = 1024  # and for requests with device memory of clients: a page each
@@ -93,6 +94,7 @@ def plan_geometry(
     columns = (rows_in or (), rows_out or ()) if dense else ((), ())
     max_rows = max(max_batch, 1)
     queue_bytes, workers = int(config["max_queue_bytes"]), int(config["instances"])
+    hands = REMOTE_HANDS if config.get("placement") else workers  # that may hold batches
     decoupled = requests and options.decoupled
     queued = int(config["max_queue_rows"])
     if dense:
@@ -101,7 +103,7 @@ def plan_geometry(
     pinned = uses_device(config)
     spare = MOST_PINNED_BYTES if pinned else MOST_SPARE_BYTES
     row_bytes = sum(columns[0]) + sum(columns[1])
-    slots = count_slots(queued, max_rows, row_bytes, workers, decoupled=decoupled, spare_bytes=spare)
+    slots = count_slots(queued, max_rows, row_bytes, hands, decoupled=decoupled, spare_bytes=spare)
     pages = (
         WORDS_PAGES + (LENT_PAGES if pinned else 0)
         if dense

@@ -72,7 +72,7 @@ def serve(
             loop.run(lambda: _told_to_stop(control))
             return
         runner = make_runner(WorkerContext(arena, ring, backend, config))
-        _warm_up(runner, arena, backend, config)
+        warm_up(runner, arena, backend, config)
         recorded_ns = _run_recorded(backend, recorded, config["max_batch_size"]) if recorded >= 0 else 0
         stopped = (
             open_line(control, arena, ring)
@@ -202,7 +202,8 @@ def _run_recorded(backend: Backend, fd: int, max_rows: int) -> int:
     return time.monotonic_ns() - began_ns
 
 
-def _warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:
+def warm_up(runner: Runner, arena: Arena, backend: Backend, config: Mapping[str, Any]) -> None:
+    """Run the backend as its configuration says, before it is ready."""
     samples = config.get("warmup", "auto")
     if samples == "off":
         return

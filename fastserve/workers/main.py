@@ -66,7 +66,7 @@ def live(control: ControlChannel, order: Mapping[str, Any], serve: Serve) -> int
     version_dir = Path(order["version_dir"])
     backend: Backend | None = None
     try:
-        backend = create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
+        backend = _create(order, version_dir)
         backend.load()
         check_capabilities(backend)
         control.send({"op": "loaded", **_describe(backend, order["config"])})
@@ -83,6 +83,15 @@ def live(control: ControlChannel, order: Mapping[str, Any], serve: Serve) -> int
     finally:
         if backend is not None:
             _close(backend)
+
+
+def _create(order: Mapping[str, Any], version_dir: Path) -> Backend:
+    """Make the model's backend, or what has its face where remote workers run it."""
+    if order["config"].get("placement"):
+        from fastserve.workers.remote.runner import RemoteModel
+
+        return RemoteModel(order["config"], version_dir, str(order["name"]))
+    return create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
 
 
 def _describe(backend: Backend, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,10 +121,17 @@ def _close(backend: Backend) -> None:
         log.exception("the model failed to close")
 
 
-def _batch_loop(*given: Any) -> None:
+def _batch_loop(
+    backend: Backend, control: ControlChannel, config: Mapping[str, Any], message: Mapping[str, Any], fds: list[int]
+) -> None:
+    if config.get("placement"):
+        from fastserve.workers.remote.runner import RemoteModel, serve_remote
+
+        serve_remote(cast("RemoteModel", backend), control, config, message, fds)
+        return
     from fastserve.workers import loop  # with what it imports, once the model has loaded
 
-    loop.serve(*given)
+    loop.serve(backend, control, config, message, fds)
 
 
 def title_of(order: Mapping[str, Any]) -> str:

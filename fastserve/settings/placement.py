@@ -1,0 +1,56 @@
+"""Where a model's workers run, if not on the server's machine: the `placement` of model.yaml.
+
+    placement: {remote: {listen: "0.0.0.0:7300-7301", key: /etc/fastserve/server.key}}
+
+`fastserve worker --connect HOST:7300-7301 --key worker.key` on any machine joins in.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class WorkerRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many remote workers a version has."""
+
+    min: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Workers that a version waits for before it is available."""
+    max: Annotated[int, Meta(ge=1, le=1024)] = 1024
+    """Workers that are started at most, where they are started for it."""
+
+    def __post_init__(self) -> None:
+        if self.max < self.min:
+            raise ValueError(f"max: given {self.max}, allowed: a whole number from min {self.min}")
+
+
+class RemotePlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Workers that connect to the server, from any machine."""
+
+    listen: Annotated[str, Meta(min_length=3, max_length=300)] = "127.0.0.1:0"
+    """HOST:PORT or HOST:PORT-PORT that workers connect to; a version takes the first free port."""
+    key: str = ""
+    """server.key of `fastserve worker --make-keys`; empty: none, on loopback addresses only."""
+    path: str = ""
+    """Folder of the model's versions where workers see it too; empty: files are sent to them."""
+    in_flight: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Batches that a worker has at a time; 0: two while they take less than 2 ms, else one."""
+    heartbeat_s: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
+    """Seconds between heartbeats; three that are missed are a worker's death."""
+    max_answer_mb: Annotated[int, Meta(ge=1, le=4096)] = 256
+    """Megabytes that the outputs of a batch may have."""
+    workers: WorkerRange = WorkerRange()
+    """Filled from `instances`: N, or {min: N, max: M}."""
+
+
+class PlacementOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the workers of a model run."""
+
+    remote: RemotePlacement | None = None
+    """On machines from which they connect."""
+
+    def __post_init__(self) -> None:
+        if self.remote is None:
+            raise ValueError("remote: given nothing, allowed: settings of workers that connect")

@@ -1,0 +1,417 @@
+"""The remote runner: an ordinary worker of the server whose batches are run by remote workers.
+
+    RemoteModel      the face of a backend: `load` listens, and waits for the workers the version needs
+    RemoteRunner     takes batches while a worker has room, sends each to who has least to do, lands answers
+
+There is one queue, the version's ring: a batch is taken when a worker can have it, and not before. A worker that
+is lost gives its batches back, and each runs once more elsewhere; one that has lost a worker already, or may
+not run twice (`isolate_failures: false`), fails. With its last worker the runner ends, so that the owner's policy
+for versions without a worker holds as it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import numpy as np
+
+from fastserve.backends import model_callbacks
+from fastserve.backends.base import read_specs
+from fastserve.errors import ConfigError, Kind, Reason, ServeError, pack_status
+from fastserve.settings.model_options import may_isolate
+from fastserve.settings.placement import RemotePlacement
+from fastserve.util.memory import gc_freeze
+from fastserve.workers.arena import Arena
+from fastserve.workers.arrays import NUMPY
+from fastserve.workers.control import ControlChannel, ControlFault, PeerGone
+from fastserve.workers.remote.files import ShippedFolder
+from fastserve.workers.remote.hub import GO_AFTER_S, Flight, RemotePeer, WorkerHub
+from fastserve.workers.remote.keys import read_key
+from fastserve.workers.remote.protocol import (
+    Header,
+    MessageKind,
+    ProtocolFault,
+    Welcome,
+    batch_number,
+    pack_table,
+    read_table,
+    sendable_config,
+)
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+    from fastserve.tensor import TensorSpec
+
+log = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 2
+LOST = pack_status(Kind.UNAVAILABLE, Reason.WORKER_LOST)
+DIED = "the worker process that ran this request died"
+LATE = "the worker process that ran this request was ended: a batch ran longer than run_timeout_ms {}"
+ALONE_S = 0.002  # a worker whose batches take longer gains nothing from one that waits at its side
+SLICE_S = 0.5
+REPORT_S = 1.0
+Columns = list["np.ndarray[Any, Any]"]
+
+
+class LastWorkerLost(Exception):
+    """No remote worker of the version is left."""
+
+
+class RemoteModel:
+    """The version as its remote workers have loaded it."""
+
+    def __init__(self, config: Mapping[str, Any], version_dir: Path, name: str) -> None:
+        self.inputs: dict[str, TensorSpec] = {}
+        self.outputs: dict[str, TensorSpec] = {}
+        self.signatures: dict[str, dict[str, Any]] = {}
+        self.hub: WorkerHub
+        self._config, self._folder, self._name = config, version_dir, name
+        self.placement = msgspec.convert(config["placement"]["remote"], RemotePlacement)
+
+    def load(self) -> None:
+        """Listen, and wait until the workers that the version needs have loaded it. Raises ServeError, ConfigError."""
+        self.hub = self._open()
+        limit_s = float(self._config.get("load_timeout_s") or 300.0)
+        until_s, first_s = time.monotonic() + 0.95 * limit_s, 0.0
+        wanted = self.placement.workers.min
+        log.info("%s waits for %d remote workers at %s", self._name, wanted, self.hub.address)
+        while len(self.hub.loaded) < wanted:
+            self.hub.turn()
+            now = time.monotonic()
+            first_s = first_s or (now if self.hub.loaded else 0.0)
+            if first_s and now > first_s + GO_AFTER_S:
+                log.warning("%s begins with %d of %d remote workers", self._name, len(self.hub.loaded), wanted)
+                break
+            if self.hub.failure is not None and not self.hub.peers:
+                raise self.hub.failure
+            if now > until_s:
+                raise ServeError(Kind.UNAVAILABLE, _missing_text(self.hub, until_s))
+            self.hub.wait(SLICE_S)
+        model = self.hub.loaded[0].model
+        assert model is not None
+        self.inputs, self.outputs = read_specs(model.inputs), read_specs(model.outputs)
+        self.signatures = model.signatures
+
+    def run(self, inputs: Any) -> Any:
+        """Refuse: batches of a remote model go through its runner alone."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let the workers go."""
+        if hasattr(self, "hub"):
+            self.hub.close()
+
+    def _open(self) -> WorkerHub:
+        placed = self.placement
+        key = read_key(Path(placed.key), "server") if placed.key else None
+        files = None if placed.path else ShippedFolder(self._folder)
+        config = sendable_config(self._config)
+        path = str(Path(placed.path) / self._folder.name) if placed.path else ""
+        stamp = files.hash if files is not None else path
+        welcome = Welcome(
+            key=_key_of(stamp, config),
+            name=self._name,
+            version=self._folder.name,
+            config=config,
+            files="" if files is None else files.hash,
+            path=path,
+            heartbeat_s=placed.heartbeat_s,
+            most_bytes=placed.max_answer_mb << 20,
+            instance=0,
+        )
+        return WorkerHub(placed.listen, key, welcome, files, answer_bytes=welcome.most_bytes)
+
+
+def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
+    import hashlib
+
+    return hashlib.sha256(stamp.encode() + msgspec.json.encode(config)).hexdigest()
+
+
+def _missing_text(hub: WorkerHub, until_s: float) -> str:
+    if hub.peers:
+        return f"{len(hub.peers)} remote workers have connected, and none has loaded the model in time (load_timeout_s)"
+    return f"no remote worker has connected to {hub.address} in time (load_timeout_s)"
+
+
+class RemoteRunner:
+    """Runs batches of one arena on the workers of a hub."""
+
+    def __init__(self, arena: Arena, ring: BatchRing, model: RemoteModel, config: Mapping[str, Any]) -> None:
+        self._arena, self._ring, self._hub = arena, ring, model.hub
+        self._dense = arena.geometry.dense
+        self._model = model
+        self._in_flight = model.placement.in_flight
+        self._retries = may_isolate(config)
+        self._limit_ms = int(config["run_timeout_ms"])
+        self._again: deque[tuple[int, int]] = deque()  # (slot, attempt) of batches whose worker was lost
+        self._columns: dict[int, tuple[Columns, Columns]] = {}
+        self._report_s = 0.0
+        self.flying = 0
+        hub = self._hub
+        hub.on_answer, hub.on_lost = self._land, self._lost
+        hub.on_ready = lambda peer: None
+
+    @property
+    def room(self) -> bool:
+        """Whether a worker can have another batch."""
+        return self._choose() is not None
+
+    def run(self, slot: int) -> bool:
+        """Send a batch that was taken; it is published when its answer has landed."""
+        if not self._ring.leases(slot, 1):
+            return False  # everybody left: publishing frees the slot
+        self._send(slot, 0)
+        return True
+
+    def turn(self) -> None:
+        """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost."""
+        self._hub.turn()
+        now = time.monotonic()
+        if self._limit_ms and self.flying:
+            self._end_late(now)
+        while self._again and self.room:
+            self._send(*self._again.popleft())
+        if not self._hub.ready:
+            raise LastWorkerLost("its last remote worker is lost")
+        if now >= self._report_s:
+            self._report_s = now + REPORT_S
+            self._report()
+
+    def drain(self) -> None:
+        """Land every batch in flight. Raises LastWorkerLost."""
+        while self.flying or self._again:
+            self._hub.wait(SLICE_S)
+            self.turn()
+
+    def _choose(self) -> RemotePeer | None:
+        best: RemotePeer | None = None
+        for peer in self._hub.ready:
+            flights = len(peer.flights)
+            most = self._in_flight or (1 if peer.run_s > ALONE_S else 2)
+            if flights < most and (best is None or flights < len(best.flights)):
+                if not flights:
+                    return peer
+                best = peer
+        return best
+
+    def _send(self, slot: int, attempt: int) -> None:
+        """Send a batch to a worker that has room; where its connection ends at that, it is given back."""
+        peer = self._choose()
+        if peer is None:
+            self._again.append((slot, attempt))
+            return
+        ring, now = self._ring, time.monotonic()
+        number = batch_number(ring.seq(slot), slot, attempt)
+        ring.start_run(slot)
+        peer.flights[number] = Flight(number, slot, attempt, now)
+        self.flying += 1
+        if len(peer.flights) == 1:
+            peer.head_s = now
+        self._hub.send(peer, self._pack(number, slot))
+
+    def _pack(self, number: int, slot: int) -> list[Any]:
+        ring, rows = self._ring, self._ring.batch_rows(slot)
+        leases = ring.leases(slot)
+        table = [(row, count) for row, count, _, _ in leases]
+        if self._dense:
+            inputs, _ = self._columns.get(slot) or self._open_slot(slot)
+            parts: list[Any] = [column[:rows].reshape(-1).data for column in inputs]
+        else:
+            parts = [ring.slab(offset, nbytes) if offset else b"" for _, _, offset, nbytes in leases]
+        nbytes = sum(map(len, parts))
+        header = Header(MessageKind.BATCH, number, rows, len(table), self._limit_ms, len(parts), nbytes)
+        return [header.pack(), pack_table(table), *parts]
+
+    def _land(self, peer: RemotePeer, header: Header, frames: Sequence[Any]) -> None:
+        flight = peer.flights.get(header.batch)
+        if flight is None:
+            return  # of a batch that was given to somebody else meanwhile: late, and refused
+        slot = flight.slot
+        if header.batch >> 32 != self._ring.seq(slot) & 0xFFFF_FFFF:
+            raise ProtocolFault("an answer to another generation of its slot")
+        self._take_answer(slot, header, frames)  # raises, and then it is still in flight and given back
+        del peer.flights[header.batch]
+        self.flying -= 1
+        now_ns = time.monotonic_ns()
+        ran_ns = min(header.ran_ns, now_ns - int(flight.sent_s * 1e9))
+        peer.run_s += (ran_ns / 1e9 - peer.run_s) / 8
+        peer.batches += 1
+        peer.head_s = now_ns / 1e9
+        self._ring.end_run(slot, now_ns - ran_ns, now_ns)
+        self._ring.publish(slot)
+
+    def _take_answer(self, slot: int, header: Header, frames: Sequence[Any]) -> None:
+        """Check all of an answer, then write it. Raises ProtocolFault, and then nothing was written."""
+        table = read_table(header, frames)
+        if header.word:
+            if header.parts != 1:
+                raise ProtocolFault("a failure without its text")
+            self._ring.fail(slot, header.word, bytes(frames[2]).decode("utf-8", "replace"))
+            return
+        leases = {row for row, _, _, _ in self._ring.leases(slot)}
+        if self._dense:
+            self._take_columns(slot, table, frames[2:], leases)
+            return
+        if len(table) != header.parts:
+            raise ProtocolFault("an answer with slabs of another number than its requests")
+        for (row, status), part in zip(table, frames[2:], strict=True):
+            if row in leases:
+                self._answer_lease(slot, row, status, part)
+
+    def _take_columns(
+        self, slot: int, table: Sequence[tuple[int, int]], parts: Sequence[Any], leases: set[int]
+    ) -> None:
+        rows = self._ring.batch_rows(slot)
+        _, outputs = self._columns.get(slot) or self._open_slot(slot)
+        columns = parts[: len(outputs)]
+        if len(parts) != len(outputs) + len(table):
+            raise ProtocolFault("an answer with columns of another number than the model's outputs")
+        for column, part in zip(outputs, columns, strict=True):
+            if len(part) != column[:rows].nbytes:
+                raise ProtocolFault(f"a column of {len(part)} bytes instead of {column[:rows].nbytes}")
+        for column, part in zip(outputs, columns, strict=True):
+            column[:rows].reshape(-1).view(np.uint8)[:] = part
+        for (row, status), text in zip(table, parts[len(outputs) :], strict=True):
+            if row in leases:
+                self._answer_lease(slot, row, status or Kind.INTERNAL.value, text)
+
+    def _answer_lease(self, slot: int, row: int, status: int, data: Any) -> None:
+        ring, nbytes = self._ring, len(data)
+        offset = ring.allocate_slab(nbytes) if nbytes else 0
+        if offset:
+            ring.slab(offset, nbytes, True)[:] = data
+        else:
+            nbytes, status = 0, status or Kind.RESOURCE_EXHAUSTED.value
+        ring.answer_lease(slot, row, status, offset, nbytes)
+
+    def _lost(self, peer: RemotePeer, reason: str) -> None:
+        flights, peer.flights = list(peer.flights.values()), {}
+        self.flying -= len(flights)
+        others = bool(self._hub.ready)
+        for flight in flights:
+            attempt = flight.attempt + 1
+            if attempt < MOST_ATTEMPTS and self._retries and others:
+                self._again.append((flight.slot, attempt))
+            elif others or flight.attempt:
+                self._fail(flight.slot, LOST, DIED)
+            # else: the runner ends, and the owner fails it
+
+    def _fail(self, slot: int, status: int, text: str) -> None:
+        self._ring.fail(slot, status, text)
+        self._ring.publish(slot)
+
+    def _end_late(self, now: float) -> None:
+        """End workers whose batch has run too long. It fails: what hung would hang the next."""
+        for peer in self._hub.ready:
+            if peer.flights and (now - peer.head_s) * 1000 > self._limit_ms:
+                number = next(iter(peer.flights))
+                hung = peer.flights.pop(number)
+                self.flying -= 1
+                self._fail(hung.slot, Kind.DEADLINE_EXCEEDED.value, LATE.format(self._limit_ms))
+                self._hub.drop(peer, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
+
+    def _open_slot(self, slot: int) -> tuple[Columns, Columns]:
+        made = [
+            [self._open_column(slot, n, spec, output=output) for n, spec in enumerate(specs.values())]
+            for specs, output in ((self._model.inputs, False), (self._model.outputs, True))
+        ]
+        for column in made[0]:
+            column.flags.writeable = False
+        self._columns[slot] = made[0], made[1]
+        return self._columns[slot]
+
+    def _open_column(self, slot: int, number: int, spec: TensorSpec, *, output: bool) -> np.ndarray[Any, Any]:
+        at, row_bytes = self._ring.column_span(slot, number, output)
+        rows = self._ring.max_rows
+        assert row_bytes == prod(spec.shape or ()) * NUMPY[spec.dtype.name].itemsize
+        return np.frombuffer(self._arena.memory, np.uint8, rows * row_bytes, at).reshape(rows, row_bytes)
+
+    def _report(self) -> None:
+        """Send the owner who the workers are, and what each has done since the last time."""
+        for peer in self._hub.ready:
+            model_callbacks.notify(
+                "remote", worker=peer.name, node=peer.node, batches=peer.batches, flights=len(peer.flights)
+            )
+            peer.batches = 0
+
+
+def serve_remote(
+    model: RemoteModel, control: ControlChannel, config: Mapping[str, Any], message: Mapping[str, Any], fds: list[int]
+) -> None:
+    """Join the arena, let the workers warm up, say ready, and send batches until told to stop. Raises
+    LastWorkerLost."""
+    arena, hub = Arena.join(message, fds), model.hub
+    watch = select.epoll()
+    try:
+        for fd in (control.fileno(), *hub.descriptors()):
+            watch.register(fd, select.EPOLLIN)
+        ring = arena.ring(worker=int(message["worker"]), control=watch.fileno())
+        runner = RemoteRunner(arena, ring, model, config)
+        hub.go(dense=arena.geometry.dense)
+        _await_ready(model, len(hub.loaded))
+        gc_freeze()
+        control.send({"op": "ready"})
+        _send_batches(ring, runner, hub, watch, _Stop(control))
+    finally:
+        watch.close()
+        hub.close()  # first: it may still read the arena's memory
+        arena.close()
+
+
+def _await_ready(model: RemoteModel, wanted: int) -> None:
+    """Wait until every worker that had loaded is warm, or lost."""
+    hub = model.hub
+    while len(hub.ready) < min(wanted, len(hub.loaded)) or not hub.ready:
+        hub.wait(SLICE_S)
+        hub.turn()
+        if not hub.loaded:
+            raise hub.failure or ServeError(Kind.UNAVAILABLE, "its remote workers were lost while they warmed up")
+
+
+class _Stop:
+    """Whether the owner has said to stop. `__call__` never waits."""
+
+    def __init__(self, control: ControlChannel) -> None:
+        self._control = control
+        self._line = select.poll()
+        self._line.register(control.fileno(), select.POLLIN)
+
+    def __call__(self) -> bool:
+        while self._line.poll(0):
+            try:
+                if self._control.receive().message["op"] == "stop":
+                    return True
+            except PeerGone:
+                return True
+        return False
+
+
+def _send_batches(
+    ring: BatchRing, runner: RemoteRunner, hub: WorkerHub, watch: select.epoll, stopped: Callable[[], bool]
+) -> None:
+    while True:
+        runner.turn()
+        if not hub.quiet:
+            continue
+        left_s = max(hub.next_beat_s - time.monotonic(), 0.0)
+        slot = -1
+        if runner.room:
+            slot = ring.take_or_wait(0, int(left_s * 1e9))
+        else:
+            watch.poll(min(left_s, SLICE_S))
+        if slot >= 0:
+            if not runner.run(slot):
+                ring.publish(slot)
+        elif stopped():
+            runner.drain()
+            return
