@@ -20,13 +20,29 @@ def default_cache() -> Path:
 
 
 @click.command(short_help="Run batches of a server on another machine.")
-@click.option("--connect", "addresses", multiple=True, metavar="HOST:PORT[-PORT]", help="Where a model's server listens.")
+@click.option(
+    "--connect",
+    "addresses",
+    multiple=True,
+    metavar="HOST:PORT[-PORT]",
+    help="Where a model's server listens.",
+)
 @click.option("--key", type=click.Path(dir_okay=False, path_type=Path), help="worker.key of --make-keys.")
-@click.option("--workers", type=click.IntRange(1, 256), default=1, show_default=True, help="Workers for each model.")
-@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder of models that were sent.")
+@click.option(
+    "--workers", type=click.IntRange(1, 256), default=1, show_default=True, help="Workers for each model."
+)
+@click.option(
+    "--cache", type=click.Path(file_okay=False, path_type=Path), help="Folder of models that were sent."
+)
 @click.option("--device", default="", help="Where models compute: cpu, cuda:0, ...; default: the CPU.")
-@click.option("--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"]))
-@click.option("--make-keys", type=click.Path(file_okay=False, path_type=Path), help="Write server.key and worker.key there.")
+@click.option(
+    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+)
+@click.option(
+    "--make-keys",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write server.key and worker.key there.",
+)
 def worker(
     addresses: tuple[str, ...],
     key: Path | None,
@@ -38,9 +54,9 @@ def worker(
 ) -> None:
     """Run batches of the models whose model.yaml has a `placement`, wherever their server is.
 
-    The worker loads what the server tells it to, and takes batches from the server's one queue whenever it has
-    nothing to do. Every port of --connect has workers of its own: a version that is loaded while another serves
-    listens on the next port. It ends at SIGTERM, after its batch.
+    The worker loads what the server tells it to, and takes batches from the server's one queue whenever it
+    has nothing to do. Every port of --connect has workers of its own: a version that is loaded while another
+    serves listens on the next port. It ends at SIGTERM, after its batch.
 
     \b
     fastserve worker --make-keys keys/                                    server.key, worker.key
@@ -68,8 +84,8 @@ def worker(
 def _read_orders(
     addresses: tuple[str, ...], key: Path | None, workers: int, cache: Path, device: str, log_level: str
 ) -> list[WorkerOrder]:
-    from fastserve.workers.remote.hub import read_address
-    from fastserve.workers.remote.keys import is_loopback, read_key
+    from fastserve.settings.placement import is_loopback, read_address
+    from fastserve.workers.remote.keys import read_key
     from fastserve.workers.remote.main import WorkerOrder
 
     if not addresses:

@@ -297,6 +297,10 @@ class QueueMetrics:
         """How long `rows` queued rows will take at the measured rate: what Retry-After says."""
         return min(max(rows / self._rows_per_s, 1.0), LONGEST_RETRY_S) if self._rows_per_s else 1.0
 
+    def drain_s(self, rows: int) -> float:
+        """Return the seconds that so many queued rows take at the measured rate; 0 before there is one."""
+        return min(rows / self._rows_per_s, LONGEST_RETRY_S) if self._rows_per_s else 0.0
+
     def _count_rate(self, now_ns: int, rows: int) -> None:
         self._window_rows += rows
         elapsed = now_ns - self._window_ns

@@ -163,6 +163,14 @@ class Buckets:
         self.sum_ms += ms
 
 
+@dataclass(slots=True)
+class RemoteCounts:
+    """The remote workers of one machine, and their batches since they were last shown."""
+
+    workers: int = 0
+    batches: int = 0
+
+
 class RequestCounters:
     """Counts of one version in this front process that its batches do not record; `queues` have the rest."""
 
@@ -175,7 +183,7 @@ class RequestCounters:
         self.first_response: Buckets | None = None  # of a decoupled model
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.devices: dict[tuple[int, int], DeviceCounts] = {}  # by part and worker
-        self.remotes: dict[str, tuple[str, int]] = {}  # remote worker -> its node, batches
+        self.remotes: dict[str, RemoteCounts] = {}  # by machine
         self.out_of_memory = 0  # batches that its workers had no memory for, a device's or the host's
         self.warm_ups: list[WarmUp] = []  # one for each of its queues, if it brings requests
         self.last_ns = 0  # CLOCK_MONOTONIC

@@ -40,6 +40,7 @@ from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.metrics import names
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
+from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.placement import Placement
 from fastserve.repository.version import Version
 from fastserve.request import RECORDED_LENGTH as LENGTH
@@ -249,7 +250,8 @@ OnPart = Callable[[LoadedPart], Awaitable[None]]
 
 class VersionLoader:
     """The repository's hooks (`load`, `unload`) over worker groups. `mirrors` are notified of every version
-    opened, and awaited before one is closed."""
+    opened, and awaited before one is closed. Unless it may `place` workers, all of them are on this
+    machine."""
 
     def __init__(
         self,
@@ -262,8 +264,10 @@ class VersionLoader:
         limiter: RateLimiter | None = None,
         device_share: float = 1.0,
         in_process: bool = False,
+        place: bool = True,
     ) -> None:
         self._in_process = in_process
+        self._place = place and not in_process
         self._limiter = limiter
         self._budget = DeviceBudget(MACHINE.devices, device_share)
         self._shared = SharedWorkers(registry.gauges(names.SHARED_WORKERS))
@@ -334,6 +338,8 @@ class VersionLoader:
         config = schedule.worker_config(part)
         if self._in_process:
             config = {**config, "run_timeout_ms": 0}  # a thread cannot be killed
+        if not self._place:  # `check` finds out here whether the model is sound
+            config = {**config, "placement": None}
         recording = Recording(version, self.read_recorded)
         claims = version.config.places[part : part + 1] if schedule.extras else version.config.places
         self._budget.take(claims)
@@ -583,7 +589,7 @@ def _limit_of(config: ModelConfig) -> int:
     instead, and is itself given the time in which it runs a batch twice, each behind another."""
     if config.placement is None:
         return config.run_timeout_ms
-    return config.run_timeout_ms and 4 * config.run_timeout_ms + REMOTE_SPARE_MS
+    return 4 * config.run_timeout_ms + REMOTE_SPARE_MS if config.run_timeout_ms else 0
 
 
 async def _close_unopened(group: WorkerGroup, made: list[Arena]) -> None:

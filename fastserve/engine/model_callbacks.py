@@ -33,7 +33,7 @@ from fastserve.codec.slab_contents import (
     write_tensors,
 )
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.counters import DeviceCounts, counters_of
+from fastserve.engine.counters import DeviceCounts, RemoteCounts, counters_of
 from fastserve.engine.device_memory import RegionClosings, WorkerKey
 from fastserve.engine.engine import Engine
 from fastserve.errors import DeadlineError, Kind, ModelError, ServeError, internal, invalid, unsupported
@@ -299,15 +299,16 @@ class _Overdue(_Callback, tag="overdue"):
 
 
 class _Remote(_Callback, tag="remote"):
-    """A report: batches of a remote worker (workers/remote/runner.py)."""
+    """A report: the remote workers of each machine, and their batches since the last one
+    (workers/remote/runner.py)."""
 
-    worker: Annotated[str, msgspec.Meta(max_length=300)]
-    node: Annotated[str, msgspec.Meta(max_length=300)]
-    batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
-    flights: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    nodes: dict[
+        Annotated[str, msgspec.Meta(max_length=256)],
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 16)], Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]],
+    ]
 
 
-MOST_REMOTES = 4096  # workers whose batches are counted: each start of one is another
+MOST_NODES = 1024  # machines whose workers are counted
 
 
 _Report = _Remote | _Device | _NoMemory | _LentClosed | _Overdue
@@ -459,8 +460,13 @@ class ModelCallbacks:
 
 def _count_remote(version: Version, told: _Remote) -> None:
     remotes = counters_of(version).remotes
-    if told.worker in remotes or len(remotes) < MOST_REMOTES:
-        remotes[told.worker] = told.node, remotes.get(told.worker, ("", 0))[1] + told.batches
+    for counts in remotes.values():
+        counts.workers = 0
+    for node, (workers, batches) in told.nodes.items():
+        if node in remotes or len(remotes) < MOST_NODES:
+            counts = remotes.setdefault(node, RemoteCounts())
+            counts.workers = workers
+            counts.batches += batches
 
 
 def _count_device(version: Version, part: int, worker: int, told: _Device) -> None:

@@ -82,6 +82,10 @@ PADDING_ROWS = _counter(
 
 QUEUE_ROWS = _fact("queue_rows", "Rows waiting for a worker, as of the last half second.", *MODEL)
 
+QUEUE_SECONDS = _fact(
+    "queue_seconds", "How long those rows take at the measured rate; 0: nothing waits.", *MODEL
+)
+
 REJECTS = _counter("rejects", "Requests turned away before they ran, by cause.", *MODEL, "cause")
 
 CANCELS = _counter(
@@ -121,6 +125,12 @@ TEXT_KV = _fact("text_kv_tokens", "Tokens that the KV caches of all workers hold
 WORKERS_ALIVE = _fact("workers_alive", "Worker processes ready to run.", *MODEL)
 
 WORKERS_WANTED = _fact("workers_wanted", "Worker processes configured.", *MODEL)
+
+REMOTE_WORKERS = _fact("remote_workers", "Remote workers ready to run, by their machine.", *MODEL, "node")
+
+REMOTE_BATCHES = _counter(
+    "remote_batches", "Batches run by remote workers, by their machine.", *MODEL, "node"
+)
 
 SHARED_WORKERS = _fact(
     "shared_worker_tenants", "Workers of models in each process that models share.", "worker"

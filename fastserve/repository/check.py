@@ -12,6 +12,7 @@ The reason comes from the config as written, before defaults are filled in.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +34,12 @@ from fastserve.repository.triton_config.conversion import TRITON_FILE
 from fastserve.repository.triton_config.messages import config_schema
 from fastserve.repository.version import Version, missing_versions, policy_text, wanted_versions
 from fastserve.settings import RepositorySettings
+from fastserve.settings.placement import check_listen
 from fastserve.settings.text_options import TextOptions
 from fastserve.settings.text_proto import parse_text
 from fastserve.settings.yaml_text import read_text
 from fastserve.tensor import TensorSpec
+from fastserve.workers.remote.keys import MISSING_ZMQ, read_key
 
 NOT_READ = "inputs and outputs: read from the model when it is loaded"
 
@@ -156,6 +159,9 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
     workers = "1 worker a version" if config.instances == 1 else f"{config.instances} workers a version"
     if config.backend == "ensemble":
         workers = "no worker of its own"
+    if config.placement is not None and config.placement.remote is not None:
+        remote = config.placement.remote
+        workers = f"{remote.workers.min} remote workers or more, which connect to {remote.listen}"
     facts = [
         f"versions at hand: {at_hand}; policy: {policy_text(config.version_policy)}",
         f"backend {config.backend}, {batch}, {workers}",
@@ -212,7 +218,24 @@ def _tensors_text(specs: Iterable[TensorSpec]) -> str:
 
 def _backend_problems(config: ModelConfig) -> list[str]:
     entry = find_backend(config.backend)
-    return [] if entry.installed or config.backend == "text" else [entry.missing_text]
+    problems = [] if entry.installed or config.backend == "text" else [entry.missing_text]
+    return problems + _placement_problems(config)
+
+
+def _placement_problems(config: ModelConfig) -> list[str]:
+    """Return why remote workers could not connect. The model itself is loaded here by `check`."""
+    remote = config.placement.remote if config.placement is not None else None
+    if remote is None:
+        return []
+    try:
+        check_listen(remote.listen, remote.key)
+        if remote.key:
+            read_key(Path(remote.key), "server")
+        if importlib.util.find_spec("zmq") is None:
+            return [MISSING_ZMQ]
+    except ConfigError as fault:
+        return [str(fault)]
+    return []
 
 
 def _runtime_problems(folder: Path, number: int, config: ModelConfig) -> list[str]:

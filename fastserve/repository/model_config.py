@@ -146,7 +146,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     restart_backoff_max_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest wait after a start that failed, in seconds; after a death at work 1."""
     placement: PlacementOptions | None = None
-    """Where the workers run, if not here: {remote: {listen, key, ...}}; `instances` may then be {min, max}."""
+    """Where workers run, if not here: {remote: {listen, key, ...}}; then `instances` may be {min, max}."""
     text: TextOptions | None = None
     """Bounds and settings of a model that generates text."""
     device_tensors: bool = False

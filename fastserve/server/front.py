@@ -184,9 +184,12 @@ class FrontGauges:
         """Record the rows that wait over all fronts. Only the owner does, from the shared rings."""
         for one in hosted:
             who = (one.version.model, one.version.number)
-            self._registry.gauges(names.QUEUE_ROWS).of(*who).set(one.queue.ring.queued())
+            rows = one.queue.ring.queued()
+            self._registry.gauges(names.QUEUE_ROWS).of(*who).set(rows)
+            self._registry.gauges(names.QUEUE_SECONDS).of(*who).set(one.queue.metrics.drain_s(rows))
             if one.part == 0:
                 self._show_devices(one.version)
+                self._show_remotes(one.version)
 
     def show_workers(self, hosted: Iterable[LoadedPart]) -> None:
         """Record the memory of some workers; at the next call that of others. Only the owner does."""
@@ -204,6 +207,14 @@ class FrontGauges:
         for who, pid in self._turn[-WORKERS_A_BEAT:]:
             memory.of(*who).set(own_memory_bytes(pid) if pid else 0)
         del self._turn[-WORKERS_A_BEAT:]
+
+    def _show_remotes(self, version: Version) -> None:
+        """Record the remote workers of each machine, and their batches since the last call."""
+        for node, told in counters_of(version).remotes.items():
+            who = (version.model, version.number, node)
+            self._registry.gauges(names.REMOTE_WORKERS).of(*who).set(told.workers)
+            self._registry.counters(names.REMOTE_BATCHES).of(*who).add(told.batches)
+            told.batches = 0
 
     def _show_devices(self, version: Version) -> None:
         """Record batches on GPUs and out-of-memory events since the last call."""

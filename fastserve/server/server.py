@@ -70,7 +70,7 @@ def dry_run(settings: Settings) -> DryRun:
 
 async def _dry_run(settings: Settings) -> DryRun:
     catalog, registry = Catalog(), Registry(sections=settings.front_count)
-    host = make_loader(settings, registry, catalog)
+    host = make_loader(settings, registry, catalog, place=False)
     repository = Repository(settings, catalog, host)
     try:
         problems = await repository.load_all()
@@ -83,7 +83,12 @@ async def _dry_run(settings: Settings) -> DryRun:
 
 
 def make_loader(
-    settings: Settings, registry: Registry, catalog: Catalog, on_health: Callable[[], None] = lambda: None
+    settings: Settings,
+    registry: Registry,
+    catalog: Catalog,
+    on_health: Callable[[], None] = lambda: None,
+    *,
+    place: bool = True,
 ) -> VersionLoader:
     """Make the loader of a server's versions. Raises ConfigError."""
     limited = settings.rate_limit == "execution_count"
@@ -95,6 +100,7 @@ def make_loader(
         cache_bytes=settings.response_cache_bytes,
         device_share=settings.device_memory_share,
         in_process=settings.in_process,
+        place=place,
         limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
     )
     host.read_recorded = recorded_reader(settings)

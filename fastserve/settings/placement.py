@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from fastserve.errors import ConfigError
 
 
 class WorkerRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,3 +57,31 @@ class PlacementOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.remote is None:
             raise ValueError("remote: given nothing, allowed: settings of workers that connect")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether nobody outside this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_address(text: str) -> tuple[str, range]:
+    """Read "HOST:PORT" or "HOST:PORT-PORT". Raises ConfigError."""
+    host, _, ports = text.rpartition(":")
+    first, _, last = ports.partition("-")
+    if not host or not first.isdigit() or ("-" in ports and not last.isdigit()):
+        raise ConfigError(f"{text!r}: given no address, allowed: HOST:PORT, or HOST:PORT-PORT")
+    found = range(int(first), int(last or first) + 1)
+    if not found or found[-1] > 65535 or len(found) > 64:
+        raise ConfigError(f"{text!r}: given ports {ports}, allowed: up to 64 ports below 65536")
+    return host, found
+
+
+def check_listen(text: str, key: str) -> tuple[str, range]:
+    """Read the address that workers connect to. Raises ConfigError for one in the open without a key."""
+    host, ports = read_address(text)
+    if not key and not is_loopback(host):
+        raise ConfigError(f"placement.remote.listen {text}: without a key only a loopback address is allowed")
+    return host, ports

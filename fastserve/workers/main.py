@@ -88,9 +88,9 @@ def live(control: ControlChannel, order: Mapping[str, Any], serve: Serve) -> int
 def _create(order: Mapping[str, Any], version_dir: Path) -> Backend:
     """Make the model's backend, or what has its face where remote workers run it."""
     if order["config"].get("placement"):
-        from fastserve.workers.remote.runner import RemoteModel
+        from fastserve.workers.remote.runner import RemoteVersion
 
-        return RemoteModel(order["config"], version_dir, str(order["name"]))
+        return RemoteVersion(order["config"], version_dir, str(order["name"]))
     return create({"name": order["name"], **order["config"]}, version_dir, order["instance"])
 
 
@@ -122,12 +122,16 @@ def _close(backend: Backend) -> None:
 
 
 def _batch_loop(
-    backend: Backend, control: ControlChannel, config: Mapping[str, Any], message: Mapping[str, Any], fds: list[int]
+    backend: Backend,
+    control: ControlChannel,
+    config: Mapping[str, Any],
+    message: Mapping[str, Any],
+    fds: list[int],
 ) -> None:
     if config.get("placement"):
-        from fastserve.workers.remote.runner import RemoteModel, serve_remote
+        from fastserve.workers.remote.runner import RemoteVersion, serve_remote
 
-        serve_remote(cast("RemoteModel", backend), control, config, message, fds)
+        serve_remote(cast("RemoteVersion", backend), control, config, message, fds)
         return
     from fastserve.workers import loop  # with what it imports, once the model has loaded
 

@@ -1,7 +1,7 @@
 """A version's files on their way to another machine: listed, sent in pieces, kept in a cache.
 
-There is no archive, so nothing is unpacked: the list has relative paths, sizes and SHA-256 sums; the worker makes
-each file itself, in a fresh folder that gets its name when every sum is right.
+There is no archive, so nothing is unpacked: the list has relative paths, sizes and SHA-256 sums; the worker
+makes each file itself, in a fresh folder that gets its name when every sum is right.
 
     CACHE/<hash of the list>/...      complete; many workers of a machine share it, one at a time fills it
 """
@@ -20,12 +20,12 @@ from typing import Annotated
 
 import msgspec
 
-from fastserve.workers.remote.protocol import PIECE_BYTES, Fetch, ProtocolFault
+from fastserve.workers.remote.protocol import PIECE_BYTES, FileRequest, ProtocolFault
 
 MOST_FILES = 100_000
 MOST_BYTES = 1 << 42
 _IGNORED = {"__pycache__"}
-Read = Callable[[Fetch], bytes]
+Read = Callable[[FileRequest], bytes]
 
 
 class ShippedFile(msgspec.Struct, array_like=True, frozen=True):
@@ -45,7 +45,7 @@ class ShippedFolder:
         self._list = msgspec.json.encode(self._files)
         self.hash = hashlib.sha256(self._list).hexdigest()
 
-    def read(self, asked: Fetch) -> bytes:
+    def read(self, asked: FileRequest) -> bytes:
         """Return the list, or a piece of a file. Raises ProtocolFault for a file that is not on the list,
         OSError for one that cannot be read any more."""
         if asked.file < 0:
@@ -76,8 +76,8 @@ def _describe(folder: Path, path: Path) -> ShippedFile:
 
 
 def fetch_folder(wanted: str, cache: Path, read: Read) -> Path:
-    """Return the folder of these files, out of the cache or by `read`. Raises ProtocolFault for what is not as
-    the hash says, OSError."""
+    """Return the folder of these files, out of the cache or by `read`. Raises ProtocolFault for what is not
+    as the hash says, OSError."""
     target = cache / wanted
     if not all(c in "0123456789abcdef" for c in wanted) or len(wanted) != 64:
         raise ProtocolFault("a hash that is none")
@@ -102,7 +102,7 @@ def fetch_folder(wanted: str, cache: Path, read: Read) -> Path:
 
 def _read_list(wanted: str, read: Read) -> list[ShippedFile]:
     data = b""
-    while piece := read(Fetch(-1, len(data))):
+    while piece := read(FileRequest(-1, len(data))):
         data += piece
         if len(data) > MOST_FILES * 5000:
             raise ProtocolFault("a list of files that does not end")
@@ -133,7 +133,7 @@ def _fetch_file(folder: Path, number: int, file: ShippedFile, read: Read) -> Non
     summed, at = hashlib.sha256(), 0
     with target.open("xb") as out:
         while at < file.nbytes:
-            piece = read(Fetch(number, at))
+            piece = read(FileRequest(number, at))
             at += len(piece)
             if not piece or at > file.nbytes:
                 raise ProtocolFault("a file of other bytes than were announced: it has changed meanwhile")

@@ -2,7 +2,8 @@
 
     HELLO -> LOADING -> LOADED -> WARMING -> READY         a peer; a lost connection ends it at any time
 
-A peer is a connection: ZeroMQ numbers each anew, so what a worker says over a later one is never taken for its
+A peer is a connection: ZeroMQ numbers each anew, so what a worker says over a later one is never taken for
+its
 earlier self. Three things end a peer: its connection (heartbeats of ZMTP, which libzmq sends and expects in a
 thread of its own, whatever the model does with Python's lock), silence while it has nothing to do (PING), and
 what the runner says of it (a batch beyond its time, a message that breaks the protocol).
@@ -22,13 +23,14 @@ import msgspec
 
 import fastserve
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.placement import check_listen
 from fastserve.util.rate_limited_log import RateLimitedLog
 from fastserve.workers.remote.files import ShippedFolder
-from fastserve.workers.remote.keys import KeyGate, SideKey, import_zmq, is_loopback, secure_server
+from fastserve.workers.remote.keys import KeyGate, SideKey, import_zmq, secure_server
 from fastserve.workers.remote.protocol import (
     PROTOCOL,
     Failure,
-    Fetch,
+    FileRequest,
     Go,
     Header,
     Hello,
@@ -63,7 +65,7 @@ class PeerState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class RemoteBatch:
     """One batch at one remote worker."""
 
     number: int
@@ -86,7 +88,7 @@ class RemotePeer:
     head_s: float = 0.0  # since when the oldest batch in flight is at its head
     run_s: float = 0.0  # of a batch, on average of the last ones
     batches: int = 0
-    flights: dict[int, Flight] = field(default_factory=dict)
+    flights: dict[int, RemoteBatch] = field(default_factory=dict)
 
 
 class WorkerHub:
@@ -145,9 +147,7 @@ class WorkerHub:
             secure_server(socket, key)
 
     def _bind(self, listen: str, key: SideKey | None) -> str:
-        host, ports = read_address(listen)
-        if key is None and not is_loopback(host):
-            raise ConfigError(f"placement.remote.listen {listen}: without a key only a loopback address is allowed")
+        host, ports = check_listen(listen, "" if key is None else "given")
         for port in ports:
             try:
                 self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -157,8 +157,8 @@ class WorkerHub:
                 continue
             return f"{host}:{self._socket.last_endpoint.decode().rpartition(':')[2]}"
         raise ConfigError(
-            f"placement.remote.listen {listen}: taken; a version that loads while another serves needs a port of "
-            "its own, so give two, such as 7300-7301"
+            f"placement.remote.listen {listen}: taken; a version that loads while another serves needs a "
+            "port of its own, so give two, such as 7300-7301"
         )
 
     def descriptors(self) -> list[int]:
@@ -181,7 +181,9 @@ class WorkerHub:
         received."""
         if self._gate is not None:
             for address in self._gate.turn():
-                self._log.warn("a worker from %s was turned away: its key is not the one of this server", address)
+                self._log.warn(
+                    "a worker from %s was turned away: its key is not the one of this server", address
+                )
         came = False
         for frames in self._arrived():
             came = True
@@ -202,8 +204,8 @@ class WorkerHub:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing has arrived since the last turn; asked before a wait for `descriptors`, which sending
-        may have reset."""
+        """Whether nothing has arrived since the last turn; asked before a wait for `descriptors`, which
+        sending may have reset."""
         sockets = [self._socket, self._monitor, *([self._gate.socket] if self._gate is not None else [])]
         return not any(one.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN for one in sockets)
 
@@ -213,8 +215,8 @@ class WorkerHub:
         return self._next_beat_s
 
     def send(self, peer: RemotePeer, frames: Sequence[Any]) -> bool:
-        """Send a message; what lies in `frames` must stay until it was answered, or the hub is closed. Returns
-        False, and the peer is lost, where its connection has ended."""
+        """Send a message; what lies in `frames` must stay until it was answered, or the hub is closed.
+        Returns False, and the peer is lost, where its connection has ended."""
         try:
             self._socket.send_multipart([peer.identity, *frames], self._zmq.NOBLOCK, copy=False)
             return True
@@ -227,7 +229,8 @@ class WorkerHub:
         """End a peer: what comes of it later is refused."""
         if self.peers.pop(peer.identity, None) is None:
             return
-        log.warning("remote worker %s is lost: %s", peer.name, reason)
+        level = logging.INFO if peer.state is PeerState.LOADING else logging.WARNING
+        log.log(level, "remote worker %s is lost: %s", peer.name, reason)
         self._reply(peer.identity, MessageKind.BYE, Words(reason))
         self.on_lost(peer, reason)
 
@@ -294,7 +297,9 @@ class WorkerHub:
             else:
                 self._answer(peer, header, parts)
         except ProtocolFault as fault:
-            self._log.warn("remote worker %s sent %s", "of no name" if peer is None else peer.name, fault)
+            self._log.warn(
+                "remote worker %s sent %s", "of no name" if peer is None else peer.name, str(fault)
+            )
             if peer is not None:
                 self.drop(peer, f"it sent {fault}")
             else:
@@ -304,30 +309,37 @@ class WorkerHub:
         """Read the first message of a connection."""
         spoken = read_protocol(parts[0])
         if spoken and spoken != PROTOCOL:
-            raise ProtocolFault(f"protocol {spoken}, and {PROTOCOL} is spoken here: install one fastserve on both")
+            raise ProtocolFault(
+                f"protocol {spoken}, and {PROTOCOL} is spoken here: install one fastserve on both"
+            )
         header = read_header(parts[0])
         if header.kind is not MessageKind.HELLO:  # of a worker whose connection was taken for lost, say
             self._reply(identity, MessageKind.BYE, Words("this connection is not known, or was given up"))
             return
         hello = read_body(parts, Hello)
         if hello.fastserve != fastserve.__version__:
-            text = f"it is fastserve {hello.fastserve}, and {fastserve.__version__} serves here: install the same"
+            text = f"it is fastserve {hello.fastserve}, and {fastserve.__version__} serves: install the same"
             raise ProtocolFault(f"a greeting: {text}")
-        if len(self.peers) >= MOST_PEERS or sum(p.model is None for p in self.peers.values()) >= MOST_STRANGERS:
+        if (
+            len(self.peers) >= MOST_PEERS
+            or sum(p.model is None for p in self.peers.values()) >= MOST_STRANGERS
+        ):
             raise ProtocolFault("a greeting while as many workers load as may at a time")
         instance = next(self._instances)
         name = f"{hello.node}:{hello.pid}"
         peer = RemotePeer(identity, instance, name, hello.node, heard_s=self._clock())
         self.peers[identity] = peer
         log.info("remote worker %s has connected", name)
-        self.send(peer, pack_message(MessageKind.WELCOME, msgspec.structs.replace(self._welcome, instance=instance)))
+        self.send(
+            peer, pack_message(MessageKind.WELCOME, msgspec.structs.replace(self._welcome, instance=instance))
+        )
 
     def _answer(self, peer: RemotePeer, header: Header, parts: Sequence[Any]) -> None:
         kind = header.kind
         if kind is MessageKind.PONG:
             return
         if kind is MessageKind.FETCH and peer.state is PeerState.LOADING and self._files is not None:
-            self._send_file(peer, read_body(parts, Fetch), self._files)
+            self._send_file(peer, read_body(parts, FileRequest), self._files)
         elif kind is MessageKind.LOADED and peer.state is PeerState.LOADING:
             peer.model, peer.state = read_body(parts, LoadedModel), PeerState.LOADED
             if self._dense is not None:
@@ -340,7 +352,12 @@ class WorkerHub:
             failed = read_body(parts, Failure)
             found = Kind(failed.kind) if failed.kind in Kind._value2member_map_ else Kind.INTERNAL
             self.failure = ServeError(found, failed.message)
-            log.error("remote worker %s failed: %s%s", peer.name, failed.message, "\n" * bool(failed.trace) + failed.trace)
+            log.error(
+                "remote worker %s failed: %s%s",
+                peer.name,
+                failed.message,
+                "\n" * bool(failed.trace) + failed.trace,
+            )
             self.drop(peer, failed.message)
         else:
             raise ProtocolFault(f"{kind.name} while it was {peer.state.value}")
@@ -356,7 +373,7 @@ class WorkerHub:
         peer.state = PeerState.WARMING
         self.send(peer, pack_message(MessageKind.GO, Go(self._dense)))
 
-    def _send_file(self, peer: RemotePeer, asked: Fetch, files: ShippedFolder) -> None:
+    def _send_file(self, peer: RemotePeer, asked: FileRequest, files: ShippedFolder) -> None:
         try:
             data = files.read(asked)
         except OSError as error:
@@ -370,15 +387,3 @@ class WorkerHub:
             self._socket.send_multipart([identity, *pack_message(kind, words)], self._zmq.NOBLOCK)
         except self._zmq.ZMQError:
             log.debug("a peer was gone before it could be told: %s", words.reason)
-
-
-def read_address(text: str) -> tuple[str, range]:
-    """Read "HOST:PORT" or "HOST:PORT-PORT". Raises ConfigError."""
-    host, _, ports = text.rpartition(":")
-    first, _, last = ports.partition("-")
-    if not host or not first.isdigit() or not (last or first).isdigit():
-        raise ConfigError(f"{text!r}: given no address, allowed: HOST:PORT, or HOST:PORT-PORT")
-    found = range(int(first), int(last or first) + 1)
-    if not found or found[-1] > 65535 or len(found) > 64:
-        raise ConfigError(f"{text!r}: given ports {ports}, allowed: up to 64 ports below 65536")
-    return host, found

@@ -2,13 +2,12 @@
 
     fastserve worker --make-keys FOLDER      server.key for the server, worker.key for every remote worker
 
-The two sides know each other: a worker lets in one server, by its public key, and the server one public key of
-workers, by ZeroMQ's authentication protocol (ZAP, RFC 27). Files are JSON, readable by their owner alone.
+The two sides know each other: a worker lets in one server, by its public key, and the server one public key
+of workers, by ZeroMQ's authentication protocol (ZAP, RFC 27). Files are JSON, readable by their owner alone.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,7 +54,8 @@ def make_keys() -> tuple[SideKey, SideKey]:
 
 
 def write_keys(folder: Path) -> tuple[Path, Path]:
-    """Write server.key and worker.key into a folder. Raises ConfigError where they are there already, OSError."""
+    """Write server.key and worker.key into a folder. Raises ConfigError where they are there already,
+    OSError."""
     paths = folder / "server.key", folder / "worker.key"
     folder.mkdir(parents=True, exist_ok=True)
     for path, key in zip(paths, make_keys(), strict=True):
@@ -81,21 +81,15 @@ def read_key(path: Path, role: str) -> SideKey:
     return key
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether nobody outside this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class KeyGate:
     """The server's end of ZAP: lets in the workers whose public key is `allowed`. Owns its socket."""
 
     def __init__(self, context: Any, allowed: str) -> None:
+        from zmq.utils import z85
+
         zmq = import_zmq()
         self._nothing = zmq.Again
-        self._allowed = zmq.utils.z85.decode(allowed.encode())
+        self._allowed = z85.decode(allowed.encode())
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP)

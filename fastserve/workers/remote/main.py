@@ -21,7 +21,7 @@ from fastserve.workers.remote.worker import LoadFailed, OtherEnvironment, Remote
 
 
 class WorkerOrder(msgspec.Struct):
-    """What a supervisor has a worker do."""
+    """The settings of one worker, as its supervisor gives them."""
 
     connect: str
     key: str

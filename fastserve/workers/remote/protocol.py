@@ -11,16 +11,17 @@
       | --- PING                     PONG --------------->|
       | --- BYE {reason} -------------------------------->|      start over with HELLO, or end
 
-A message is a header of 48 bytes and parts behind it, one frame each. Bodies of rare messages are JSON; tensors
-lie in frames of their own as they lie in the arena. Nothing is pickled.
+A message is a header of 48 bytes and parts behind it, one frame each. Bodies of rare messages are JSON;
+tensors lie in frames of their own as they lie in the arena. Nothing is pickled.
 
-    header   | magic 4 | protocol 2 | kind 2 | batch 8 | rows 4 | entries 4 | word 4 | parts 4 | bytes 8 | ran_ns 8 |
+    magic 4 | protocol 2 | kind 2 | batch 8 | rows 4 | entries 4 | word 4 | parts 4 | bytes 8 | ran_ns 8
     BATCH    header | table: entries x (first row, rows) | a column each, or a slab for each entry
     ANSWER   header | table: entries x (first row, status) | columns | a text for each entry      of columns
              header | table: entries x (first row, status) | a slab or a text for each entry      of slabs
-             header, word: status | text                                                         the batch failed
+             header, word: status | text                                              the batch failed
 
-`word` is the milliseconds that a batch has, or the status of an answer; `bytes` are those of all parts behind the
+`word` is the milliseconds that a batch has, or the status of an answer; `bytes` are those of all parts
+behind the
 table. The number of a batch has the low half of its slot's generation, the slot, and how often it was sent.
 """
 
@@ -138,7 +139,7 @@ class Welcome(msgspec.Struct):
     instance: int
 
 
-class Fetch(msgspec.Struct):
+class FileRequest(msgspec.Struct):
     """A question for the list of files, or for a piece of one."""
 
     file: Annotated[int, msgspec.Meta(ge=-1)]

@@ -1,12 +1,13 @@
 """The remote runner: an ordinary worker of the server whose batches are run by remote workers.
 
-    RemoteModel      the face of a backend: `load` listens, and waits for the workers the version needs
+    RemoteVersion      the face of a backend: `load` listens, and waits for the workers the version needs
     RemoteRunner     takes batches while a worker has room, sends each to who has least to do, lands answers
 
-There is one queue, the version's ring: a batch is taken when a worker can have it, and not before. A worker that
+There is one queue, the version's ring: a batch is taken when a worker can have it, and not before. A worker
+that
 is lost gives its batches back, and each runs once more elsewhere; one that has lost a worker already, or may
-not run twice (`isolate_failures: false`), fails. With its last worker the runner ends, so that the owner's policy
-for versions without a worker holds as it stands.
+not run twice (`isolate_failures: false`), fails. With its last worker the runner ends, so that the owner's
+policy for versions without a worker holds as it stands.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
-from fastserve.errors import ConfigError, Kind, Reason, ServeError, pack_status
+from fastserve.errors import Kind, Reason, ServeError, pack_status
 from fastserve.settings.model_options import may_isolate
 from fastserve.settings.placement import RemotePlacement
 from fastserve.util.memory import gc_freeze
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
-from fastserve.workers.control import ControlChannel, ControlFault, PeerGone
+from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.remote.files import ShippedFolder
-from fastserve.workers.remote.hub import GO_AFTER_S, Flight, RemotePeer, WorkerHub
+from fastserve.workers.remote.hub import GO_AFTER_S, RemoteBatch, RemotePeer, WorkerHub
 from fastserve.workers.remote.keys import read_key
 from fastserve.workers.remote.protocol import (
     Header,
@@ -66,7 +67,7 @@ class LastWorkerLost(Exception):
     """No remote worker of the version is left."""
 
 
-class RemoteModel:
+class RemoteVersion:
     """The version as its remote workers have loaded it."""
 
     def __init__(self, config: Mapping[str, Any], version_dir: Path, name: str) -> None:
@@ -78,7 +79,8 @@ class RemoteModel:
         self.placement = msgspec.convert(config["placement"]["remote"], RemotePlacement)
 
     def load(self) -> None:
-        """Listen, and wait until the workers that the version needs have loaded it. Raises ServeError, ConfigError."""
+        """Listen, and wait until the workers that the version needs have loaded it. Raises ServeError,
+        ConfigError."""
         self.hub = self._open()
         limit_s = float(self._config.get("load_timeout_s") or 300.0)
         until_s, first_s = time.monotonic() + 0.95 * limit_s, 0.0
@@ -89,7 +91,9 @@ class RemoteModel:
             now = time.monotonic()
             first_s = first_s or (now if self.hub.loaded else 0.0)
             if first_s and now > first_s + GO_AFTER_S:
-                log.warning("%s begins with %d of %d remote workers", self._name, len(self.hub.loaded), wanted)
+                log.warning(
+                    "%s begins with %d of %d remote workers", self._name, len(self.hub.loaded), wanted
+                )
                 break
             if self.hub.failure is not None and not self.hub.peers:
                 raise self.hub.failure
@@ -139,14 +143,17 @@ def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
 
 def _missing_text(hub: WorkerHub, until_s: float) -> str:
     if hub.peers:
-        return f"{len(hub.peers)} remote workers have connected, and none has loaded the model in time (load_timeout_s)"
+        text = "remote workers have connected, and none has loaded the model in time (load_timeout_s)"
+        return f"{len(hub.peers)} {text}"
     return f"no remote worker has connected to {hub.address} in time (load_timeout_s)"
 
 
 class RemoteRunner:
     """Runs batches of one arena on the workers of a hub."""
 
-    def __init__(self, arena: Arena, ring: BatchRing, model: RemoteModel, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, arena: Arena, ring: BatchRing, model: RemoteVersion, config: Mapping[str, Any]
+    ) -> None:
         self._arena, self._ring, self._hub = arena, ring, model.hub
         self._dense = arena.geometry.dense
         self._model = model
@@ -159,7 +166,6 @@ class RemoteRunner:
         self.flying = 0
         hub = self._hub
         hub.on_answer, hub.on_lost = self._land, self._lost
-        hub.on_ready = lambda peer: None
 
     @property
     def room(self) -> bool:
@@ -213,7 +219,7 @@ class RemoteRunner:
         ring, now = self._ring, time.monotonic()
         number = batch_number(ring.seq(slot), slot, attempt)
         ring.start_run(slot)
-        peer.flights[number] = Flight(number, slot, attempt, now)
+        peer.flights[number] = RemoteBatch(number, slot, attempt, now)
         self.flying += 1
         if len(peer.flights) == 1:
             peer.head_s = now
@@ -338,15 +344,20 @@ class RemoteRunner:
 
     def _report(self) -> None:
         """Send the owner who the workers are, and what each has done since the last time."""
+        nodes: dict[str, tuple[int, int]] = {}
         for peer in self._hub.ready:
-            model_callbacks.notify(
-                "remote", worker=peer.name, node=peer.node, batches=peer.batches, flights=len(peer.flights)
-            )
+            workers, batches = nodes.get(peer.node, (0, 0))
+            nodes[peer.node] = workers + 1, batches + peer.batches
             peer.batches = 0
+        model_callbacks.notify("remote", nodes=nodes)
 
 
 def serve_remote(
-    model: RemoteModel, control: ControlChannel, config: Mapping[str, Any], message: Mapping[str, Any], fds: list[int]
+    model: RemoteVersion,
+    control: ControlChannel,
+    config: Mapping[str, Any],
+    message: Mapping[str, Any],
+    fds: list[int],
 ) -> None:
     """Join the arena, let the workers warm up, say ready, and send batches until told to stop. Raises
     LastWorkerLost."""
@@ -368,14 +379,16 @@ def serve_remote(
         arena.close()
 
 
-def _await_ready(model: RemoteModel, wanted: int) -> None:
+def _await_ready(model: RemoteVersion, wanted: int) -> None:
     """Wait until every worker that had loaded is warm, or lost."""
     hub = model.hub
     while len(hub.ready) < min(wanted, len(hub.loaded)) or not hub.ready:
         hub.wait(SLICE_S)
         hub.turn()
         if not hub.loaded:
-            raise hub.failure or ServeError(Kind.UNAVAILABLE, "its remote workers were lost while they warmed up")
+            raise hub.failure or ServeError(
+                Kind.UNAVAILABLE, "its remote workers were lost while they warmed up"
+            )
 
 
 class _Stop:

@@ -1,6 +1,7 @@
 """The supervisor of `fastserve worker`: starts remote workers of this machine, and starts again what ends.
 
-One worker serves one port, as one version listens on each; the waits between starts are those of local workers.
+One worker serves one port, as one version listens on each; the waits between starts are those of local
+workers.
 """
 
 from __future__ import annotations
@@ -59,14 +60,17 @@ class SupervisedWorker:
 
     def ended(self) -> str:
         """Reap the process, which has ended; returns how, and sets when the next may start."""
-        assert self._popen is not None and self._tie is not None
+        assert self._popen is not None
+        assert self._tie is not None
         kill_group(self._popen.pid)
         status = self._popen.wait()
         self._tie.close()
         self._popen = self._tie = None
         now = time.monotonic()
         lost = status < 0
-        self.starts_s = now + (self._backoff.after_death(now - self._began_s) if lost else self._backoff.after_failure())
+        self.starts_s = now + (
+            self._backoff.after_death(now - self._began_s) if lost else self._backoff.after_failure()
+        )
         return explain_exit(status)
 
     def signal(self, number: int) -> None:

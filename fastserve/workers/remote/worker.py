@@ -1,4 +1,4 @@
-"""One remote worker: a process that connects, loads what it is told to, and runs batches until the server ends.
+"""One remote worker: a process that connects, loads the version it gets, and runs its batches.
 
     connect -> HELLO -> WELCOME -> files -> load -> LOADED -> GO -> warm up -> READY -> BATCH, ANSWER ...
        ^                                                                                        |
@@ -7,8 +7,8 @@
 The backend and its runner are those of a local worker, unchanged: a batch is written into an arena of this
 process's own, as a front process would, and the ordinary runner pads it, runs it, and isolates what fails.
 
-Heartbeats are libzmq's, in a thread without Python's lock, so that a model may hold it for as long as it likes. A
-batch beyond run_timeout_ms ends the process by a signal of the kernel, for the same reason.
+Heartbeats are libzmq's, in a thread without Python's lock, so that a model may hold it for as long as it
+likes. A batch beyond run_timeout_ms ends the process by a signal of the kernel, for the same reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fastserve.workers.remote.keys import SideKey, import_zmq, secure_worker
 from fastserve.workers.remote.protocol import (
     PROTOCOL,
     Failure,
-    Fetch,
+    FileRequest,
     Go,
     Header,
     Hello,
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.2
 ANSWER_S = 5.0  # for a server that listens to say something
 COPIED_BYTES = 65536  # outputs up to this size are copied into the message, and their slot is free at once
-ENVIRONMENT_MARK = "FASTSERVE_WORKER_ENVIRONMENT"
+ENVIRONMENT_MARK = "_FASTSERVE_ENVIRONMENT"
 WATCHDOG_S = 1.0  # beyond run_timeout_ms, after which the runner has given the batch up
 MOST_FRAMES_BYTES = 1 << 32
 
@@ -96,7 +96,9 @@ class LocalArena:
         self._memory = memoryview(self._arena.memory)
         self._runner: Runner = make_runner(WorkerContext(self._arena, self._ring, backend, config))
         self._inputs, self._outputs = len(backend.inputs), len(backend.outputs)
-        self._held: deque[tuple[Any, list[tuple[int, int]]]] = deque()  # outputs on their way, and their leases
+        self._held: deque[tuple[Any, list[tuple[int, int]]]] = (
+            deque()
+        )  # outputs on their way, and their leases
         self.dense = geometry.dense
         warm_up(self._runner, self._arena, backend, config)
 
@@ -142,11 +144,18 @@ class LocalArena:
             at = row + count
         spans += [(at, rows - at)] * (at < rows)
         if len(parts) != (self._inputs if self.dense else len(table)):
-            raise ProtocolFault("a batch with parts of another number than its model's inputs, or its requests")
+            raise ProtocolFault(
+                "a batch with parts of another number than its model's inputs, or its requests"
+            )
         return self._fill(self._front.reserve(spans[0][1]), spans, table, parts, rows)
 
     def _fill(
-        self, first: int, spans: list[tuple[int, int]], table: list[tuple[int, int]], parts: Sequence[Any], rows: int
+        self,
+        first: int,
+        spans: list[tuple[int, int]],
+        table: list[tuple[int, int]],
+        parts: Sequence[Any],
+        rows: int,
     ) -> list[tuple[int, int]]:
         if first < 0 or first & 0xFFFF:
             raise ProtocolFault("a batch while no slot is free")
@@ -183,7 +192,9 @@ class LocalArena:
         self._front.slab(offset, len(part), True)[:] = part
         self._front.attach_slab(lease, offset, len(part))
 
-    def _collect(self, header: Header, table: list[tuple[int, int]], leases: list[tuple[int, int]]) -> list[Any]:
+    def _collect(
+        self, header: Header, table: list[tuple[int, int]], leases: list[tuple[int, int]]
+    ) -> list[Any]:
         front, slot = self._front, leases[0][0] >> 16
         failed = front.failure(slot)
         if failed is not None:
@@ -196,7 +207,9 @@ class LocalArena:
         for number in range(self._outputs):
             at, row_bytes = self._ring.column_span(slot, number, True)
             parts.append(self._memory[at : at + header.rows * row_bytes])
-        faults = [(row, lease) for lease, _ in leases if front.lease_status(lease) for row in [lease & 0xFFFF]]
+        faults = [
+            (row, lease) for lease, _ in leases if front.lease_status(lease) for row in [lease & 0xFFFF]
+        ]
         entries = [(row, front.lease_status(lease)) for row, lease in faults]
         return _pack(header, 0, entries, parts + [self._slab(lease) for _, lease in faults])
 
@@ -213,7 +226,7 @@ def _pack(header: Header, status: int, entries: list[tuple[int, int]], parts: li
 
 @dataclass(slots=True)
 class LoadedVersion:
-    """What this process has loaded, and keeps over connections."""
+    """The version that this process has loaded, and keeps over connections."""
 
     key: str
     backend: Backend
@@ -222,7 +235,8 @@ class LoadedVersion:
 
 
 class RemoteWorker:
-    """The process's one worker. `run` returns when it was told to stop; `device` is where its models compute."""
+    """The process's one worker. `run` returns when it was told to stop; `device` is where its models
+    compute."""
 
     def __init__(
         self,
@@ -241,14 +255,15 @@ class RemoteWorker:
         self._silence_s = ANSWER_S
         self._stopping = False
         self._said = ""
-        self._node = os.environ.get("FASTSERVE_NODE") or sockets.gethostname()
+        self._node = sockets.gethostname()
 
     def stop(self, *_: Any) -> None:
         """End after the batch at hand; a handler of signals."""
         self._stopping = True
 
     def run(self, *, once: bool = False) -> None:
-        """Serve one connection after the other until `stop`, or the first that ends if `once`. Raises LoadFailed."""
+        """Serve one connection after the other until `stop`, or the first that ends if `once`. Raises
+        LoadFailed."""
         try:
             while not self._stopping:
                 try:
@@ -277,7 +292,11 @@ class RemoteWorker:
         made = self._socket = self._context.socket(zmq.DEALER)
         made.linger = 0
         made.sndhwm = made.rcvhwm = QUEUED_MESSAGES
-        made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 1000 * (MISSED - 1), 1000 * MISSED
+        made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = (
+            1000,
+            1000 * (MISSED - 1),
+            1000 * MISSED,
+        )
         made.maxmsgsize = MOST_FRAMES_BYTES
         made.reconnect_ivl = int(RETRY_S * 1000)
         if self._key is not None:
@@ -286,7 +305,9 @@ class RemoteWorker:
         failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._monitor = made.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | failed)
         made.connect(f"tcp://{self._connect}")
-        hello = Hello(fastserve.__version__, PROTOCOL, self._node, os.getpid(), self._loaded.key if self._loaded else "")
+        hello = Hello(
+            fastserve.__version__, PROTOCOL, self._node, os.getpid(), self._loaded.key if self._loaded else ""
+        )
         made.send_multipart(pack_message(MessageKind.HELLO, hello))
 
     def _close_socket(self) -> None:
@@ -317,7 +338,9 @@ class RemoteWorker:
                 continue
             if header.kind in (MessageKind.BYE, MessageKind.REFUSED):
                 refused = header.kind is MessageKind.REFUSED
-                raise SessionEnded(f"the server said: {read_body(frames, Words).reason}", ANSWER_S if refused else RETRY_S)
+                raise SessionEnded(
+                    f"the server said: {read_body(frames, Words).reason}", ANSWER_S if refused else RETRY_S
+                )
             return header, frames
 
     def _silence(self) -> str:
@@ -329,9 +352,9 @@ class RemoteWorker:
         if zmq.EVENT_HANDSHAKE_FAILED_AUTH in events:
             return "the server turned this key away: is it worker.key of the keys whose server.key it has?"
         if zmq.EVENT_CONNECTED in events and self._said != "":
-            return "the connection was made, and then nobody answered: are the keys of one pair, the port the server's?"
+            return "connected again, and no answer: are the keys of one pair, and is the port the server's?"
         if zmq.EVENT_CONNECTED in events:
-            return "connected, and no answer: one side has a key and the other has not, or their keys are of two pairs"
+            return "connected, and no answer: one side has a key and the other none, or they are of two pairs"
         return "nobody listens there yet"
 
     def _send(self, frames: Sequence[Any], *, copy: bool = True) -> Any:
@@ -350,7 +373,9 @@ class RemoteWorker:
         loaded = self._load(welcome)
         signatures = loaded.backend.signatures if isinstance(loaded.backend, SupportsSignatures) else {}
         specs = write_specs(loaded.backend.inputs), write_specs(loaded.backend.outputs)
-        self._send(pack_message(MessageKind.LOADED, LoadedModel(*specs, {k: dict(v) for k, v in signatures.items()})))
+        self._send(
+            pack_message(MessageKind.LOADED, LoadedModel(*specs, {k: dict(v) for k, v in signatures.items()}))
+        )
         header, frames = self._receive_late()
         if header.kind is not MessageKind.GO:
             raise ProtocolFault(f"{header.kind.name} instead of GO")
@@ -411,10 +436,12 @@ class RemoteWorker:
         return self._loaded
 
     def _need_environment(self, config: Mapping[str, Any]) -> None:
-        """Raises OtherEnvironment unless this process began with the variables of the model: libraries read them
-        when they are imported."""
+        """Raises OtherEnvironment unless this process began with the variables of the model: libraries read
+        them when they are imported."""
         wanted = worker_environment(config.get("threads", 1), config.get("env") or {})
-        mark = hashlib.sha256(repr((config.get("threads", 1), sorted((config.get("env") or {}).items()))).encode())
+        mark = hashlib.sha256(
+            repr((config.get("threads", 1), sorted((config.get("env") or {}).items()))).encode()
+        )
         if os.environ.get(ENVIRONMENT_MARK) != mark.hexdigest():
             raise OtherEnvironment({**wanted, ENVIRONMENT_MARK: mark.hexdigest()})
 
@@ -429,7 +456,7 @@ class RemoteWorker:
             self._fail(ConfigError(f"the model's files cannot be kept: {error.strerror}"), "")
             raise AssertionError from error  # not reached
 
-    def _fetch(self, asked: Fetch) -> bytes:
+    def _fetch(self, asked: FileRequest) -> bytes:
         self._send(pack_message(MessageKind.FETCH, asked))
         header, frames = self._receive_late()
         if header.kind is not MessageKind.DATA or len(frames) != 2:
@@ -467,5 +494,3 @@ def _too_large(header: Header, most_bytes: int) -> list[Any]:
     text = f"the outputs of this batch have more than {most_bytes >> 20} MB (placement.remote.max_answer_mb)"
     found = Header(MessageKind.ANSWER, header.batch, header.rows)
     return _pack(found, Kind.RESOURCE_EXHAUSTED.value, [], [text.encode()])
-
-

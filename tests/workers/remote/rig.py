@@ -1,0 +1,245 @@
+"""Remote workers as processes of this machine, and one played by a test, frame by frame."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+import fastserve
+from fastserve.backends.base import write_specs
+from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.workers.arena import Arena, plan_geometry
+from fastserve.workers.remote.hub import WorkerHub
+from fastserve.workers.remote.keys import SideKey, secure_worker
+from fastserve.workers.remote.main import WorkerOrder
+from fastserve.workers.remote.protocol import (
+    PROTOCOL,
+    Header,
+    Hello,
+    LoadedModel,
+    MessageKind,
+    Welcome,
+    pack_message,
+    pack_table,
+    read_header,
+)
+from fastserve.workers.remote.runner import RemoteRunner, RemoteVersion
+from fastserve.workers.remote.supervisor import SupervisedWorker
+
+WAIT_S = 30.0
+SPEC = TensorSpec("x", DTYPES["float32"], (2,))
+
+
+class Machine:
+    """A machine with remote workers, which end with the test."""
+
+    def __init__(self, listen: str, cache: Path, key: Path | None = None) -> None:
+        self._order = WorkerOrder(listen, str(key or ""), str(cache), log_level="warning")
+        self._workers: dict[SupervisedWorker, int] = {}
+
+    def start(self, count: int = 1) -> list[SupervisedWorker]:
+        """Start workers, which connect by themselves."""
+        made = [SupervisedWorker(self._order) for _ in range(count)]
+        for worker in made:
+            self._workers[worker] = worker.start()
+        return made
+
+    def await_end(self, worker: SupervisedWorker) -> str:
+        """Wait until a worker has ended; how it did."""
+        pidfd = self._workers.pop(worker)
+        line = select.poll()
+        line.register(pidfd, select.POLLIN)
+        assert line.poll(WAIT_S * 1000), "it has not ended"
+        os.close(pidfd)
+        return worker.ended()
+
+    def close(self) -> None:
+        """End all of them."""
+        for worker in list(self._workers):
+            worker.signal(signal.SIGKILL)
+            self.await_end(worker)
+
+
+@contextlib.contextmanager
+def machine(listen: str, cache: Path, key: Path | None = None) -> Iterator[Machine]:
+    made = Machine(listen, cache, key)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def welcome(**changes: Any) -> Welcome:
+    fields = {
+        **{"key": "k", "name": "m", "version": "1", "config": {}, "files": "", "path": "/nowhere"},
+        **{"heartbeat_s": 0.2, "most_bytes": 1 << 20, "instance": 0},
+    }
+    return Welcome(**{**fields, **changes})
+
+
+class Player:
+    """A remote worker played by a test."""
+
+    def __init__(self, address: str, key: SideKey | None = None) -> None:
+        self._context = zmq.Context()
+        self.socket: Any = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        if key is not None:
+            secure_worker(self.socket, key)
+        self.socket.connect(f"tcp://{address}")
+
+    def send(self, frames: Sequence[Any]) -> None:
+        self.socket.send_multipart(frames)
+
+    def hello(self, **changes: Any) -> None:
+        fields = {"fastserve": fastserve.__version__, "protocol": PROTOCOL, "node": "n", "pid": 1, **changes}
+        self.send(pack_message(MessageKind.HELLO, Hello(**fields)))
+
+    def receive(
+        self, hub: WorkerHub, turn: Any = None, limit_s: float = WAIT_S
+    ) -> tuple[Header, list[bytes]] | None:
+        """The next message but for PINGs, which are answered, while the hub turns; None when none comes."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            (turn or hub.turn)()
+            while self.socket.poll(2):
+                frames = self.socket.recv_multipart()
+                header = read_header(frames[0])
+                if header.kind is not MessageKind.PING:
+                    return header, frames
+                self.send(pack_message(MessageKind.PONG))
+        return None
+
+    def expect(self, hub: WorkerHub, kind: MessageKind, turn: Any = None) -> list[bytes]:
+        found = self.receive(hub, turn)
+        assert found is not None, f"no {kind.name}"
+        assert found[0].kind is kind, found[0].kind.name
+        return found[1]
+
+    def load(self, hub: WorkerHub) -> None:
+        """Greet, and have the version loaded."""
+        self.hello()
+        self.expect(hub, MessageKind.WELCOME)
+        specs = write_specs({"x": SPEC})
+        self.send(pack_message(MessageKind.LOADED, LoadedModel(specs, specs)))
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+class Bench:
+    """A remote runner and its arena, whose front is the test."""
+
+    def __init__(self, **config: Any) -> None:
+        self.config = {
+            **{"backend": "python", "max_batch_size": 4, "max_queue_rows": 16, "max_queue_bytes": 1 << 20},
+            **{"max_queue_delay_us": 0, "instances": 1, "run_timeout_ms": 0},
+            **{"placement": {"remote": {"heartbeat_s": 0.2, **config.pop("remote", {})}}, **config},
+        }
+        specs = {"x": SPEC}
+        self.hub = WorkerHub("127.0.0.1:0", None, welcome(), None, answer_bytes=1 << 20)
+        version = RemoteVersion(self.config, Path("m/1"), "m")
+        version.hub, version.inputs, version.outputs = self.hub, specs, specs
+        self.arena = Arena.create(plan_geometry(self.config, specs, specs))
+        self.front, self.ring = self.arena.ring(front=0), self.arena.ring(worker=0)
+        self.runner = RemoteRunner(self.arena, self.ring, version, self.config)
+        self.players: list[Player] = []
+
+    def player(self) -> Player:
+        """A worker that is ready for batches."""
+        made = Player(self.hub.address)
+        self.players.append(made)
+        made.load(self.hub)
+        self.until(lambda: len(self.hub.loaded) == len(self.players))
+        self.hub.go(dense=True)
+        made.expect(self.hub, MessageKind.GO)
+        made.send(pack_message(MessageKind.READY))
+        self.until(lambda: len(self.hub.ready) == len(self.players))
+        return made
+
+    def until(self, true: Any) -> None:
+        end = time.monotonic() + WAIT_S
+        while not true():
+            assert time.monotonic() < end
+            self.hub.wait(0.01)
+            self.hub.turn()
+
+    def put(self, *rows: Sequence[float]) -> int:
+        """Have the runner send a batch of one request; its lease."""
+        lease: int = self.front.reserve(len(rows))
+        self.front.input_rows(lease, len(rows), 0)[:] = b"".join(map(floats, rows))
+        self.front.commit(lease, len(rows))
+        self.front.seal(lease)
+        slot = self.ring.take()
+        assert slot == lease >> 16
+        assert self.runner.run(slot)
+        return lease
+
+    def result(self, lease: int, rows: int = 1) -> Any:
+        """The output of a lease whose batch is done, or (status, text) of its failure; None before that."""
+        slot = lease >> 16
+        if not self.front.is_done(slot, self.front.seq(slot)):
+            return None
+        failed = self.front.failure(slot)
+        found = failed if failed is not None else bytes(self.front.output_rows(lease, rows, 0))
+        self.front.release(lease, rows)
+        return found
+
+    def close(self) -> None:
+        for player in self.players:
+            player.close()
+        self.hub.close()
+        self.hub.on_answer = self.hub.on_lost = lambda *_: (
+            None
+        )  # bound to the runner, whose arena is unmapped
+        del self.runner, self.front, self.ring
+        self.arena.close()
+
+
+@contextlib.contextmanager
+def bench(**config: Any) -> Iterator[Bench]:
+    made = Bench(**config)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def floats(values: Sequence[float]) -> bytes:
+    import struct
+
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def answer(
+    batch: bytes, *parts: bytes, entries: Sequence[tuple[int, int]] = (), status: int = 0
+) -> list[bytes]:
+    """The answer to a BATCH with this header."""
+    asked = read_header(batch)
+    header = Header(
+        MessageKind.ANSWER,
+        asked.batch,
+        asked.rows,
+        len(entries),
+        status,
+        len(parts),
+        sum(map(len, parts)),
+        1000,
+    )
+    return [header.pack(), pack_table(entries), *parts]
+
+
+def replaced(frame: bytes, **fields: int) -> bytes:
+    """The header with other fields."""
+    header = read_header(frame)
+    for name, value in fields.items():
+        setattr(header, name, value)
+    return header.pack()

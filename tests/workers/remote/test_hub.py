@@ -1,0 +1,312 @@
+"""The hub against workers that a test plays: sound ones, those that break the protocol, and strangers."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from fastserve.errors import ConfigError
+from fastserve.settings.placement import read_address
+from fastserve.workers.remote import hub as hubs
+from fastserve.workers.remote.hub import WorkerHub
+from fastserve.workers.remote.keys import make_keys, read_key, write_keys
+from fastserve.workers.remote.protocol import (
+    Failure,
+    Header,
+    MessageKind,
+    Words,
+    pack_message,
+    read_body,
+)
+from tests.workers.remote.rig import Player, answer, bench, floats, replaced, welcome
+
+
+@pytest.fixture
+def hub() -> Iterator[WorkerHub]:
+    made = WorkerHub("127.0.0.1:0", None, welcome(), None, answer_bytes=4096)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def players(hub: WorkerHub) -> Iterator[Any]:
+    made: list[Player] = []
+
+    def make(**options: Any) -> Player:
+        made.append(Player(hub.address, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_worker_is_welcomed(hub: WorkerHub, players: Any) -> None:
+    player = players()
+    player.hello(node="here")
+    assert player.expect(hub, MessageKind.WELCOME)[1].startswith(b'{"key":"k"')
+    assert [peer.name for peer in hub.peers.values()] == ["here:1"]
+
+
+@pytest.mark.parametrize(
+    ("greeting", "words"),
+    [
+        ({"fastserve": "9.9"}, "it is fastserve 9.9"),
+        ({"node": "x" * 300}, "a body that is no Hello"),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_told_why(
+    hub: WorkerHub, players: Any, greeting: dict[str, Any], words: str
+) -> None:
+    player = players()
+    player.hello(**greeting)
+    refused = read_body(player.expect(hub, MessageKind.REFUSED), Words)
+    assert words in refused.reason
+    assert not hub.peers
+
+
+def test_a_worker_of_another_protocol_is_told_why(hub: WorkerHub, players: Any) -> None:
+    player = players()
+    frame = bytearray(Header(MessageKind.HELLO).pack())
+    frame[4] = 7
+    player.send([bytes(frame), b"whatever it says in that version"])
+    assert (
+        "protocol 7, and 1 is spoken here" in read_body(player.expect(hub, MessageKind.REFUSED), Words).reason
+    )
+
+
+HOSTILE = {
+    "no frames": [b""],
+    "noise": [b"GET / HTTP/1.1\r\n\r\n"],
+    "short": [Header(MessageKind.HELLO).pack()[:-1]],
+    "kind": [replaced(Header(MessageKind.HELLO).pack())[:6] + b"\xff\xff" + bytes(40)],
+    "no body": [Header(MessageKind.HELLO).pack()],
+    "many frames": [Header(MessageKind.HELLO).pack(), *[b"x"] * 5000],
+    "deep": [Header(MessageKind.HELLO).pack(), b"[" * 3000],
+}
+
+
+@pytest.mark.parametrize("frames", HOSTILE.values(), ids=HOSTILE)
+def test_a_stranger_is_refused_and_costs_nobody_anything(
+    hub: WorkerHub, players: Any, frames: list[bytes]
+) -> None:
+    stranger, sound = players(), players()
+    stranger.send(frames)
+    stranger.expect(hub, MessageKind.REFUSED)
+    assert not hub.peers
+    sound.hello()
+    sound.expect(hub, MessageKind.WELCOME)
+
+
+BROKEN = {
+    "noise": lambda batch: [b"noise"],
+    "a greeting": lambda batch: pack_message(MessageKind.READY),
+    "a batch": lambda batch: [replaced(batch, kind=MessageKind.BATCH), b""],
+    "a file": lambda batch: [Header(MessageKind.DATA).pack(), b"x"],
+    "short column": lambda batch: answer(batch, b"1234567"),
+    "long column": lambda batch: answer(batch, bytes(9)),
+    "no column": lambda batch: answer(batch),
+    "two columns": lambda batch: answer(batch, bytes(8), bytes(8)),
+    "no table": lambda batch: answer(batch, bytes(8))[:1],
+    "lies of entries": lambda batch: [replaced(answer(batch)[0], entries=2**32 - 1), b"", bytes(8)],
+    "lies of parts": lambda batch: [replaced(answer(batch)[0], parts=2**32 - 1), b"", bytes(8)],
+    "lies of bytes": lambda batch: [replaced(answer(batch, bytes(8))[0], nbytes=2**63), b"", bytes(8)],
+    "fault without text": lambda batch: answer(batch, status=13),
+    "a fault and a column less": lambda batch: answer(batch, b"text", entries=[(0, 13)]),
+}
+
+
+@pytest.mark.logs_errors
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
+def test_a_worker_that_breaks_the_protocol_is_lost_and_its_batch_run_elsewhere(damage: Any) -> None:
+    with bench() as it:
+        bad = it.player()
+        lease = it.put([1, 2])
+        batch = bad.expect(it.hub, MessageKind.BATCH)
+        good = it.player()
+        bad.send(damage(batch[0]))
+        again = good.expect(it.hub, MessageKind.BATCH, it.runner.turn)
+        assert again[2] == floats([1, 2])
+        assert it.result(lease) is None
+        good.send(answer(again[0], floats([3, 4])))
+        it.until(lambda: not it.runner.flying)
+        assert it.result(lease) == floats([3, 4])
+        assert len(it.hub.peers) == 1
+
+
+@pytest.mark.logs_errors
+def test_a_message_beyond_the_limit_ends_its_connection(hub: WorkerHub, players: Any) -> None:
+    player = players()
+    player.hello()
+    player.expect(hub, MessageKind.WELCOME)
+    player.send([Header(MessageKind.LOADED).pack(), bytes(4096 + (2 << 20))])
+    end = time.monotonic() + 30
+    while hub.peers:
+        assert time.monotonic() < end
+        hub.wait(0.05)
+        hub.turn()
+
+
+def test_strangers_are_counted(hub: WorkerHub, players: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubs, "MOST_STRANGERS", 3)
+    for _ in range(3):
+        player = players()
+        player.hello()
+        player.expect(hub, MessageKind.WELCOME)
+    last = players()
+    last.hello()
+    assert "as many workers load" in read_body(last.expect(hub, MessageKind.REFUSED), Words).reason
+    assert len(hub.peers) == 3
+
+
+@pytest.mark.logs_errors
+def test_a_load_that_failed_is_known_by_its_text(hub: WorkerHub, players: Any) -> None:
+    player = players()
+    player.hello()
+    player.expect(hub, MessageKind.WELCOME)
+    player.send(pack_message(MessageKind.FAILED, Failure("no weights", 9)))
+    player.expect(hub, MessageKind.BYE)
+    assert hub.failure is not None
+    assert hub.failure.message == "no weights"
+
+
+@pytest.mark.logs_errors
+def test_an_idle_worker_that_is_silent_is_lost() -> None:
+    with bench() as it:
+        silent = it.player()
+        until = time.monotonic() + 10
+        while it.hub.peers:
+            assert time.monotonic() < until
+            it.hub.wait(0.05)
+            it.hub.turn()  # it answers no PING; ZMTP's own are answered, as libzmq goes on
+        silent.expect(it.hub, MessageKind.BYE)
+
+
+@pytest.mark.logs_errors
+def test_a_late_answer_is_refused() -> None:
+    """Of an earlier generation of the slot, of an earlier try of the batch, and over another connection."""
+    with bench() as it:
+        first, second = it.player(), it.player()
+        lease = it.put([1, 2])
+        batch = first.expect(it.hub, MessageKind.BATCH)
+        it.hub.drop(next(iter(it.hub.peers.values())), "a test says so")
+        again = second.expect(it.hub, MessageKind.BATCH, it.runner.turn)
+        assert again[0][8:16] != batch[0][8:16]
+        first.send(answer(batch[0], floats([9, 9])))
+        second.send(answer(batch[0], floats([8, 8])))  # under the number of the earlier try
+        first.expect(it.hub, MessageKind.BYE)
+        first.expect(it.hub, MessageKind.BYE)  # for the answer of a connection that was given up
+        assert it.result(lease) is None
+        second.send(answer(again[0], floats([3, 4])))
+        it.until(lambda: not it.runner.flying)
+        assert it.result(lease) == floats([3, 4])
+        lease = it.put([5, 6])
+        second.expect(it.hub, MessageKind.BATCH)
+        second.send(answer(again[0], floats([7, 7])))  # of the generation before
+        second.send(pack_message(MessageKind.PONG))
+        it.hub.wait(0.2)
+        it.hub.turn()
+        assert it.result(lease) is None
+
+
+@pytest.mark.logs_errors
+@pytest.mark.parametrize(("isolate", "workers"), [(True, 3), (False, 2)])
+def test_a_batch_runs_twice_at_most_and_once_if_runs_have_effects(isolate: bool, workers: int) -> None:
+    with bench(isolate_failures=isolate) as it:
+        players = [it.player() for _ in range(workers)]
+        lease = it.put([1, 2])
+        for _ in range(workers - 1):
+            assert it.result(lease) is None
+            busy = next(peer for peer in it.hub.ready if peer.flights)
+            it.hub.drop(busy, "a test says so")
+            it.runner.turn()
+        status, text = it.result(lease)
+        assert status & 0xFF == 14
+        assert "died" in text
+        assert players
+
+
+@pytest.mark.logs_errors
+def test_a_batch_beyond_its_time_fails_and_ends_its_worker() -> None:
+    with bench(run_timeout_ms=50) as it:
+        it.player(), it.player()
+        lease = it.put([1, 2])
+        until = time.monotonic() + 10
+        found = None
+        while found is None:
+            assert time.monotonic() < until
+            it.hub.wait(0.01)
+            it.runner.turn()
+            found = it.result(lease)
+        assert found[0] == 4
+        assert "run_timeout_ms 50" in found[1]
+        assert len(it.hub.peers) == 1
+
+
+def test_batches_go_to_who_has_least_to_do() -> None:
+    with bench(remote={"in_flight": 2}) as it:
+        players = [it.player() for _ in range(3)]
+        for number in range(6):
+            it.put([number, number])
+            assert max(len(p.flights) for p in it.hub.ready) - min(len(p.flights) for p in it.hub.ready) <= 1
+        assert not it.runner.room
+        assert len(players) == 3
+
+
+def test_only_the_key_of_its_workers_is_let_in(tmp_path: Path) -> None:
+    server, worker = make_keys()
+    _, other = make_keys()
+    stranger = type(worker)("worker", other.public, other.secret, server.public)
+    hub = WorkerHub("127.0.0.1:0", server, welcome(), None, answer_bytes=4096)
+    players = [Player(hub.address, key) for key in (worker, other, stranger, None)]
+    try:
+        for player in players:
+            player.hello()
+        players[0].expect(hub, MessageKind.WELCOME)
+        for player in players[1:]:
+            assert player.receive(hub, limit_s=0.5) is None
+        assert len(hub.peers) == 1
+    finally:
+        for player in players:
+            player.close()
+        hub.close()
+
+
+def test_keys_are_read_by_their_side_alone(tmp_path: Path) -> None:
+    server, worker = write_keys(tmp_path / "keys")
+    assert read_key(server, "server").other == read_key(worker, "worker").public
+    assert server.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match=r"is the server's, allowed: worker\.key"):
+        read_key(server, "worker")
+    with pytest.raises(ConfigError, match="is there already"):
+        write_keys(tmp_path / "keys")
+    (tmp_path / "noise").write_bytes(b"\xff{")
+    for path in (tmp_path / "noise", tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match=f"key {path}"):
+            read_key(path, "worker")
+
+
+def test_a_hub_listens_in_the_open_with_a_key_alone() -> None:
+    with pytest.raises(ConfigError, match="without a key only a loopback address"):
+        WorkerHub("0.0.0.0:0", None, welcome(), None, answer_bytes=1)
+
+
+def test_a_hub_takes_the_first_free_port_and_says_where_none_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match="taken; a version that loads while another serves"):
+            WorkerHub(f"127.0.0.1:{port}", None, welcome(), None, answer_bytes=1)
+
+
+@pytest.mark.parametrize("text", ["x", "x:", ":1", "x:1-", "x:-1", "x:2-1", "x:99999", "x:1-99", "x:a"])
+def test_an_address_that_is_none_says_so(text: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT" if "99" not in text and "2-1" not in text else "ports"):
+        read_address(text)
+    assert read_address("h:1-3") == ("h", range(1, 4))
+    assert zmq.has("curve")
