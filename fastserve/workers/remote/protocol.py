@@ -112,7 +112,7 @@ def read_protocol(frame: Any) -> int:
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=False):
-    """What a remote worker says of itself."""
+    """A remote worker's description of itself."""
 
     fastserve: Annotated[str, msgspec.Meta(max_length=64)]
     protocol: int
