@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "serve": "Serve a model repository (or the built-in demo).",
-    "worker": "Run batches of a server on another machine.",
     "run": "Serve the models of a script.",
     "new": "Write a folder to start from.",
     "models": "List the models of a running server.",
@@ -26,6 +25,7 @@ COMMANDS = {
     "generate": "Generate text with a model, from a running server or a folder.",
     "bench": "Put a running server under load and show latencies.",
     "completion": "Print a script that completes commands in a shell.",
+    "worker": "Run batches of a server on another machine.",
     "grps": "Serve a grps deployment.",
     "mindie": "Serve by MindIE's config.json.",
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
