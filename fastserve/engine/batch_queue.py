@@ -347,7 +347,7 @@ class BatchQueue(TicketTable):
         self.metrics = metrics
         self.turned_away = 0  # requests that found no room, or waited too long for it
         self.room = SlotWaitQueue(self.ring, arena.geometry.max_queued, self._wake_idle)
-        self._apart = Offload()
+        self._offload = Offload()
         self._doorbell = arena.front_doorbells[front]
         self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
         self._seen = 0  # of `submitted`, when this turn began
@@ -452,7 +452,7 @@ class BatchQueue(TicketTable):
         touching fresh pages costs as much again as the copy. A failure gives the lease back."""
         self.unreleased += 1  # `drain` waits for this, too
         try:
-            await self._apart(nbytes, write)
+            await self._offload(nbytes, write)
         except BaseException:
             self.unreleased -= 1
             self.abandon(lease, rows)

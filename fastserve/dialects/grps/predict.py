@@ -129,11 +129,11 @@ class JsonTemplate(RequestTemplate, PreparedRequest):
         self, exchange: Call, writer: GrpsJsonWriter, memory: Sequence[Memory], request_id: Any, held: Any
     ) -> Later | None:
         if (nbytes := sum(map(len, memory))) >= OFFLOAD_BYTES:
-            return self._write_apart(exchange, writer, memory, nbytes)
+            return self._write_offloaded(exchange, writer, memory, nbytes)
         self._service.answer(exchange, writer.write(memory))
         return None
 
-    async def _write_apart(
+    async def _write_offloaded(
         self, exchange: Call, writer: GrpsJsonWriter, memory: Sequence[Memory], nbytes: int
     ) -> None:
         self._service.answer(exchange, await self._service.offload(nbytes, writer.write, memory))

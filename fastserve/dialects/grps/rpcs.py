@@ -84,7 +84,7 @@ class GrpsTemplate(MessageTemplate):
 
     def __init__(self, service: GrpsService, model: str) -> None:
         """`model` is as the message names it."""
-        self._apart = service.offload
+        self._offload = service.offload
         self.find_version = partial(service.look_up, model)
 
     def make_writer(self, described: Described) -> list[bytes] | None:
@@ -106,12 +106,12 @@ class GrpsTemplate(MessageTemplate):
         self, exchange: RpcExchange, response: InferResponse, request_id: Any, held: Any
     ) -> Later | None:
         if WORK * response.nbytes >= OFFLOAD_BYTES:
-            return self._write_apart(exchange, response)
+            return self._write_offloaded(exchange, response)
         exchange.reply(write_answer(response))
         return None
 
-    async def _write_apart(self, exchange: RpcExchange, response: InferResponse) -> None:
-        exchange.reply(await self._apart(WORK * response.nbytes, write_answer, response))
+    async def _write_offloaded(self, exchange: RpcExchange, response: InferResponse) -> None:
+        exchange.reply(await self._offload(WORK * response.nbytes, write_answer, response))
 
 
 def write_answer(response: InferResponse) -> bytes:

@@ -196,7 +196,7 @@ class InferTemplate(RequestTemplate, PreparedRequest):
         self._view, self._asked, self._sources = view, options, parts.sources
         self._blobs = [target for target, _ in parts.blobs]
         self.all_binary = len(parts.blobs) == len(parts.targets)  # no input in JSON or client memory
-        self._regions, self._apart = service.regions, service.offload
+        self._regions, self._offload = service.regions, service.offload
 
     def fill(self, source: tuple[Memory | ArrivedBody, int], memory: list[memoryview]) -> bool:
         """Fill the batch slice from `source`: the body and its number of JSON bytes.
@@ -241,7 +241,7 @@ class InferTemplate(RequestTemplate, PreparedRequest):
         if nbytes is None:
             nbytes = sum(map(len, memory))
         if nbytes >= OFFLOAD_BYTES:
-            return self._write_apart(exchange, writer, memory, nbytes, request_id, held)
+            return self._write_offloaded(exchange, writer, memory, nbytes, request_id, held)
         if held:
             self._put_outside(writer, memory, held)
         packs = exchange.head.memo.packs
@@ -256,7 +256,7 @@ class InferTemplate(RequestTemplate, PreparedRequest):
             raise output_error(fault) from None
         return None
 
-    async def _write_apart(
+    async def _write_offloaded(
         self,
         exchange: Call,
         writer: TemplateWriter,
@@ -265,7 +265,7 @@ class InferTemplate(RequestTemplate, PreparedRequest):
         request_id: str,
         held: OutputBuffers | None,
     ) -> None:
-        offload, own = self._apart, self.make_writer(writer.described)
+        offload, own = self._offload, self.make_writer(writer.described)
         assert own is not None
         try:
             if held:

@@ -52,7 +52,7 @@ class JsonRows(PreparedRequest):
         self._alias, self._name = next(iter(view.signature.output_names.items()))
         output = version.outputs[self._name]
         self._about = (self._alias, output.dtype.code, output.shape or ())
-        self._writer, self._apart = RowWriter(*self._about), service.offload
+        self._writer, self._offload = RowWriter(*self._about), service.offload
         inputs = {name: Tensor(each.dtype, (1, *self._shape), b"") for name, each in version.inputs.items()}
         self.lay_out_like(path.queue, InferRequest(inputs, view.wanted), batching=True)
 
@@ -74,7 +74,7 @@ class JsonRows(PreparedRequest):
         held: None,
     ) -> Later | None:
         if len(memory[0]) >= OFFLOAD_BYTES:
-            return self._write_apart(exchange, writer[1], memory[0])
+            return self._write_offloaded(exchange, writer[1], memory[0])
         head = b"" if self._headers else exchange.raw_head()
         try:
             text = writer[0].write(memory[0], writer[1], head)
@@ -86,10 +86,10 @@ class JsonRows(PreparedRequest):
             exchange.reply(200, text, JSON, self._headers)
         return None
 
-    async def _write_apart(self, exchange: Call, rows: int, memory: Memory) -> None:
+    async def _write_offloaded(self, exchange: Call, rows: int, memory: Memory) -> None:
         writer = RowWriter(*self._about)
         try:
-            text = await self._apart(len(memory), writer.write, memory, rows, b"")
+            text = await self._offload(len(memory), writer.write, memory, rows, b"")
         except WriterFault as fault:
             raise writer_error(fault) from None
         exchange.reply(200, text, JSON, self._headers)

@@ -89,7 +89,7 @@ class PreparedHeader(PreparedRequest):
         self._destinations = header.destinations
         self.outside = bool(places or self._destinations)
         self.replies, self._answers, self._shared = fast.replies, fast.served.answers, fast.service.regions
-        self._apart = fast.service.offload
+        self._offload = fast.service.offload
         self._is_large = sum(one.byte_size for one in places) >= LARGE_BYTES
         self.entries = tuple(one.end - one.begin for one in sources.values() if one.place is None)
         self.nbytes = sum(self.entries)
@@ -154,13 +154,13 @@ class PreparedHeader(PreparedRequest):
     ) -> Later | None:
         size = response.nbytes if held else 0
         if size >= OFFLOAD_BYTES:
-            return self._write_apart(exchange, response, header, held, size)
+            return self._write_offloaded(exchange, response, header, held, size)
         self.replies.answer(
             exchange, header.id, self._answers.write(header, response.outputs, held or OutputBuffers())
         )
         return None
 
-    async def _write_apart(
+    async def _write_offloaded(
         self,
         exchange: Any,
         response: InferResponse,
@@ -168,7 +168,7 @@ class PreparedHeader(PreparedRequest):
         held: OutputBuffers | None,
         size: int,
     ) -> None:
-        answer = await self._apart(
+        answer = await self._offload(
             size, self._answers.write, header, response.outputs, held or OutputBuffers()
         )
         self.replies.answer(exchange, header.id, answer)

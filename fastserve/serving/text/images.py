@@ -240,7 +240,7 @@ class Images:
 
     def __init__(self, rules: ImageRules) -> None:
         self._rules = rules
-        self._apart = Offload()
+        self._offload = Offload()
         self._fetch = Fetch(rules.most_bytes, rules.most_s, private=rules.private)
 
     async def load(self, model: TextModel, values: Sequence[str]) -> list[bytes]:
@@ -279,7 +279,7 @@ class Images:
         if len(text) > self._rules.most_bytes * 4 // 3 + 4:
             raise invalid(f"more than {self._rules.most_bytes} bytes")
         try:
-            return await self._apart(len(text), b64decode, text, validate=True)
+            return await self._offload(len(text), b64decode, text, validate=True)
         except (NotBase64, ValueError):
             raise invalid("not base64") from None
 

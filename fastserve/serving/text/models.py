@@ -176,7 +176,7 @@ class TextModel:
     """One version of a model that generates text. The version owns it: do not keep it past a request."""
 
     def __init__(self, engine: Engine, version: Version, info: Info) -> None:
-        self._engine, self._apart = engine, Offload()
+        self._engine, self._offload = engine, Offload()
         self.version, self.info = version, info
         self.name = version.model
         self._tokenizer: Tokenizer | None = None
@@ -236,19 +236,19 @@ class TextModel:
         """Return the tokens of a text, with the special ones around it. A text that is to be cut to `keep`
         tokens is encoded from its end, as far as needed. Raises TextTooLong, PromptTooLong, NoTokenizer."""
         await self._ready()
-        return await self._apart(len(text) * WORK, self._encode, text, special, keep)
+        return await self._offload(len(text) * WORK, self._encode, text, special, keep)
 
     async def pieces(self, text: str, *, special: bool = True) -> list[Piece]:
         """Return the tokens of a text with their places in it. Raises as `encode`."""
         await self._ready()
-        return await self._apart(len(text) * WORK, self._pieces, text, special)
+        return await self._offload(len(text) * WORK, self._pieces, text, special)
 
     async def count(self, text: str) -> int:
         """Return the number of tokens of a text. Raises as `encode`."""
         await self._ready()
         most = max(self.most_prompt_tokens, MOST_PIECES)
         check_text(text, self.characters_of(most))
-        return len(await self._apart(len(text) * WORK, self._encode_within, text, True, most))
+        return len(await self._offload(len(text) * WORK, self._encode_within, text, True, most))
 
     def _pieces(self, text: str, special: bool) -> list[Piece]:
         most = max(self.most_prompt_tokens, MOST_PIECES)
@@ -319,7 +319,7 @@ class TextModel:
         if ask.images and not self.info.vision:
             raise ServeError(Kind.INVALID_ARGUMENT, f"model '{self.name}' takes text only, not images")
         await self._ready()
-        ids, text = await self._apart(_work_of(ask), self._read, ask)
+        ids, text = await self._offload(_work_of(ask), self._read, ask)
         seed = int.from_bytes(os.urandom(8), "little") if ask.seed is None else ask.seed
         stops = StopTable(ask.stop) if ask.stop else None
         streams: list[TextStream] = []
@@ -364,7 +364,7 @@ class TextModel:
         await self._ready()
         check_together([ask.prompt for ask in asks], self.most_prompt_tokens)
         # As one piece of work: many small texts add up.
-        prompts = await self._apart(sum(map(_work_of, asks)), self._read_all, asks)
+        prompts = await self._offload(sum(map(_work_of, asks)), self._read_all, asks)
         first = asks[0]
 
         def note(prompt: EncodedPrompt) -> TextNote:
