@@ -1,11 +1,9 @@
-"""HPACK (RFC 7541): header blocks of HTTP/2 into lists of (name, value), and back.
+"""HPACK (RFC 7541): header blocks of HTTP/2 into lists of (name, value), and replies' into blocks.
 
     decoder = HpackDecoder()
     decoder.decode(block)               # [(b":method", b"POST"), ...]
     decoder.generation                  # moves with every change of the table: while it stands, equal
                                         # blocks are equal lists, and need no decoding
-    encoder = HpackEncoder()
-    encoder.encode([(b":status", b"200")])
     static_block([(b":status", b"200"), (b"grpc-status", b"0")])    # for any connection, built once
 
 What the dynamic table holds are the tuples handed out, so that an indexed field costs a reference. It never
@@ -77,10 +75,10 @@ class Fault(IntEnum):
 class HpackFault(ValueError):
     """A block that cannot be had: `code` (a Fault), and `offset`, the byte that showed it.
 
-    MALFORMED is no HPACK. TABLE_SIZE: a size of the table that is not allowed, stands in the wrong place, or
-    is missing after `limit_table`. After both the decoder is of no more use, and neither is the connection
-    (RFC 9113 4.3: COMPRESSION_ERROR). LIST_TOO_LARGE: the list would have more than `list_bytes`; the block
-    was read to its end, and the next one can be decoded. `fields` are the first ones of that list.
+    MALFORMED is no HPACK. TABLE_SIZE: a size of the table that is not allowed, or stands in the wrong place.
+    After both the decoder is of no more use, and neither is the connection (RFC 9113 4.3: COMPRESSION_ERROR).
+    LIST_TOO_LARGE: the list would have more than `list_bytes`; the block was read to its end, and the next one
+    can be decoded. `fields` are the first ones of that list.
     """
 
     def __init__(self, code: int, offset: int, fields=()) -> None:
@@ -95,8 +93,6 @@ cdef tuple STATIC = tuple([
 ])
 cdef dict STATIC_FIELDS = {field: i + 1 for i, field in enumerate(STATIC)}
 cdef dict STATIC_NAMES = {field[0]: len(STATIC) - i for i, field in enumerate(reversed(STATIC))}
-# Headers that differ with nearly every reply would only push the rest out of the table.
-cdef frozenset UNINDEXED = frozenset((b":path", b"content-length", b"content-range", b"grpc-message"))
 # A header with a secret is never put into a table, here or on the way (RFC 7541 7.1).
 cdef frozenset SECRET = frozenset((b"authorization", b"cookie", b"proxy-authorization", b"set-cookie"))
 
@@ -188,7 +184,7 @@ cdef class HpackDecoder:
     at most `list_bytes` a list, counted like the table (SETTINGS_MAX_HEADER_LIST_SIZE).
 
     A peer begins with a table of 4096 bytes; up to `table_bytes` it may say so. Less than 4096 is for a peer
-    that knows.
+    that knows. SETTINGS_HEADER_TABLE_SIZE is not changed while a connection is open.
     """
 
     cdef Ring ring
@@ -210,12 +206,6 @@ cdef class HpackDecoder:
     def table_bytes(self) -> int:
         """Bytes that the table holds, as RFC 7541 4.1 counts them."""
         return self.ring.bytes
-
-    def limit_table(self, uint32_t table_bytes) -> None:
-        """The peer has acknowledged SETTINGS_HEADER_TABLE_SIZE. When its table is larger, its next block has
-        to begin by saying a size within the limit."""
-        self.limit = table_bytes
-        self.generation += 1
 
     def decode(self, block) -> list:
         """The fields of one whole block. Raises HpackFault."""
@@ -242,18 +232,9 @@ cdef class HpackDecoder:
             block.list_bytes += size_of(field)
             if block.list_bytes <= self.list_most:
                 fields.append(field)
-        if not block.begun:
-            self.begin(&block)
         if block.list_bytes > self.list_most:
             raise HpackFault(Fault.LIST_TOO_LARGE, size, fields)
         return fields
-
-    cdef int begin(self, Block* block) except -1:
-        # The sizes are through: what the table may hold must be within the limit by now.
-        block.begun = True
-        if self.most > self.limit:
-            raise HpackFault(Fault.TABLE_SIZE, block.cursor.at - block.start)
-        return 0
 
     cdef tuple read_field(self, Block* block):
         # The next field; None for a size of the table.
@@ -262,8 +243,7 @@ cdef class HpackDecoder:
         if not first & INDEXED and not inserted and first & RESIZED:
             self.resize(block)
             return None
-        if not block.begun:
-            self.begin(block)
+        block.begun = True
         if first & INDEXED:
             return self.find(block, 7)
         cdef tuple field = self.read_literal(block, 6 if inserted else 4)
@@ -339,26 +319,18 @@ cdef void put_text(string* out, bytes text) noexcept:
     out.resize(hpack_write_text(start + used, at, PyBytes_GET_SIZE(text)) - start)
 
 
-cdef void put_literal(string* out, uint8_t pattern, int prefix_bits, uint64_t index, tuple field) noexcept:
-    # `index` of the name, 0 for one that is in no table.
-    put_integer(out, pattern, prefix_bits, index)
-    if not index:
-        put_text(out, <bytes>field[0])
-    put_text(out, <bytes>field[1])
-
-
-cdef int put_fixed(string* out, tuple field) except -1:
-    # A field by what every connection knows.
+cdef int put_field(string* out, tuple field) except -1:
     cdef object index = STATIC_FIELDS.get(field)
+    cdef uint64_t name
     if index is not None:
         put_integer(out, INDEXED, 7, index)
-    else:
-        put_literal(out, NEVER_INDEXED if field[0] in SECRET else 0, 4, STATIC_NAMES.get(field[0], 0), field)
+        return 0
+    name = STATIC_NAMES.get(field[0], 0)
+    put_integer(out, NEVER_INDEXED if field[0] in SECRET else 0, 4, name)
+    if not name:
+        put_text(out, <bytes>field[0])
+    put_text(out, <bytes>field[1])
     return 0
-
-
-cdef inline bytes bytes_of(string* written):
-    return PyBytes_FromStringAndSize(written.data(), written.size())
 
 
 cdef inline tuple plain(object field):
@@ -374,111 +346,5 @@ def static_block(headers) -> bytes:
     them after each other are one block."""
     cdef string out
     for field in headers:
-        put_fixed(&out, plain(field))
-    return bytes_of(&out)
-
-
-@cython.final
-cdef class HpackEncoder:
-    """The other direction: a table of at most `table_bytes`, and of what the peer allows, which is 4096 until
-    `set_table_bytes`. With `table_bytes=0` every block is as of `static_block`."""
-
-    cdef Ring ring
-    cdef dict fields, names     # of the table: -> the number of the insertion
-    cdef uint64_t cap, most, least
-    cdef bint due
-
-    def __init__(self, uint32_t table_bytes=TABLE_BYTES):
-        self.fields, self.names = {}, {}
-        self.cap = table_bytes
-        self.most = self.least = TABLE_BYTES     # as the peer knows it
-        self.resize(TABLE_BYTES)
-
-    def __dealloc__(self):
-        ring_shrink(&self.ring, 0)
-        free(self.ring.slots)
-
-    def __len__(self) -> int:
-        return self.ring.count
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes that the table holds, as RFC 7541 4.1 counts them."""
-        return self.ring.bytes
-
-    def set_table_bytes(self, uint32_t table_bytes) -> None:
-        """The peer's SETTINGS_HEADER_TABLE_SIZE. The next block says what became of it, also one of
-        `static_block`: see `take_update`."""
-        self.resize(table_bytes)
-
-    cdef int resize(self, uint64_t allowed) except -1:
-        cdef uint64_t most = min(allowed, self.cap)
-        # A table that is not used need not be known to be smaller, unless the peer insists.
-        if most == self.most or (self.cap == 0 and allowed >= self.most):
-            return 0
-        self.least = min(self.least, most) if self.due else min(self.most, most)
-        self.most, self.due = most, True
-        while self.ring.bytes > most:
-            self.evict()
-        return 0
-
-    def take_update(self) -> bytes:
-        """Return the table size update that the next block needs when `encode` did not write it; mostly empty."""
-        if not self.due:
-            return b""
-        cdef string out
-        self.put_update(&out)
-        return bytes_of(&out)
-
-    cdef int put_update(self, string* out) except -1:
-        # The smallest size there was since the last block, then the present one (RFC 7541 4.2).
-        if self.least < self.most:
-            put_integer(out, RESIZED, 5, self.least)
-        put_integer(out, RESIZED, 5, self.most)
-        self.due = False
-        return 0
-
-    def encode(self, headers) -> bytes:
-        """One block."""
-        cdef string out
-        if self.due:
-            self.put_update(&out)
-        for field in headers:
-            self.put(&out, plain(field))
-        return bytes_of(&out)
-
-    cdef int put(self, string* out, tuple field) except -1:
-        cdef uint64_t size = size_of(field)
-        if field in STATIC_FIELDS or not self.indexes(field):
-            return put_fixed(out, field)
-        found = self.fields.get(field)
-        if found is not None:
-            put_integer(out, INDEXED, 7, self.index(found))
-            return 0
-        name = STATIC_NAMES.get(field[0])
-        if name is None:
-            name = self.names.get(field[0])
-            name = 0 if name is None else self.index(name)
-        put_literal(out, INSERTED, 6, name, field)
-        while self.ring.bytes + size > self.most:
-            self.evict()
-        self.fields[field] = self.names[field[0]] = self.ring.next
-        return ring_push(&self.ring, field)
-
-    cdef bint indexes(self, tuple field) except -1:
-        # Half a table for one field would be a table for two.
-        cdef uint64_t most = min(self.most, self.cap)
-        return size_of(field) * 2 <= most and field[0] not in UNINDEXED and field[0] not in SECRET
-
-    cdef uint64_t index(self, uint32_t inserted) noexcept:
-        # Numbers wrap, and so do their differences.
-        return HPACK_STATICS + <uint64_t><uint32_t>(self.ring.next - inserted)
-
-    cdef int evict(self) except -1:
-        cdef uint32_t number = self.ring.next - self.ring.count
-        cdef tuple field = ring_pop(&self.ring)
-        if self.fields.get(field) == number:
-            del self.fields[field]
-        if self.names.get(field[0]) == number:
-            del self.names[field[0]]
-        return 0
+        put_field(&out, plain(field))
+    return PyBytes_FromStringAndSize(out.data(), out.size())

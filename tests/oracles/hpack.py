@@ -18,9 +18,6 @@ class PlainDecoder:
         self._decoder.max_allowed_table_size = table_bytes
         self._decoder.header_table_size = min(table_bytes, 4096)
 
-    def limit_table(self, table_bytes: int) -> None:
-        self._decoder.max_allowed_table_size = table_bytes
-
     def decode(self, block: bytes) -> Headers | str:
         try:
             return [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
