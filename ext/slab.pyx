@@ -1,20 +1,17 @@
-"""Slabs in shared memory, and copies into it that check their bounds and let go of the GIL.
+"""Slabs in shared memory by themselves, for tests and benchmarks of include/slab.h, and memory that is not zeroed.
 
     pool = SlabPool.create(memory, pages=64)
     offset = pool.allocate(10_000, owner=3)         0 when there is no room
-    copy_parts(pool.view(offset, 10_000), [chunk1, chunk2])
+    pool.view(offset, 10_000)[:] = data
     pool.release(offset)
 
 No lock: a process that dies holds nothing that reclaim(owner) does not find. Layout: include/slab.h.
 """
 
 from cpython.bytearray cimport PyByteArray_FromStringAndSize, PyByteArray_Resize
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBUF_WRITE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_WRITE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
-
-from copying cimport copy_one
 
 cdef extern from "slab.h" nogil:
     enum: SLAB_PAGE
@@ -97,66 +94,6 @@ cdef class SlabPool:
         if not slab_holds(&self.slabs, offset, nbytes):
             raise ValueError("not the bytes of a leased slab")
         return PyMemoryView_FromMemory(<char*>self.slabs.base + offset, nbytes, PyBUF_WRITE)
-
-
-def copy_rows(object out, object data, *, Py_ssize_t rows, Py_ssize_t row_bytes, Py_ssize_t out_stride,
-              Py_ssize_t data_stride, Py_ssize_t out_offset=0, Py_ssize_t data_offset=0) -> None:
-    """Copy `rows` rows of row_bytes bytes, each side stepping by its own stride in bytes.
-
-    Raises ValueError when a row would lie outside `out` or `data`, or rows of `out` would overlap.
-    """
-    cdef Py_buffer target, source
-    cdef uint8_t* to
-    cdef const uint8_t* at
-    cdef Py_ssize_t i
-    PyObject_GetBuffer(out, &target, PyBUF_WRITABLE)
-    try:
-        PyObject_GetBuffer(data, &source, PyBUF_SIMPLE)
-        try:
-            check_rows("out", rows, row_bytes, out_stride, out_offset, target.len)
-            check_rows("data", rows, row_bytes, data_stride, data_offset, source.len)
-            if out_stride < row_bytes and rows > 1:
-                raise ValueError(f"rows of {row_bytes} bytes overlap at a stride of {out_stride}")
-            to, at = <uint8_t*>target.buf + out_offset, <const uint8_t*>source.buf + data_offset
-            with nogil:
-                for i in range(rows):
-                    memcpy(to + i * out_stride, at + i * data_stride, row_bytes)
-        finally:
-            PyBuffer_Release(&source)
-    finally:
-        PyBuffer_Release(&target)
-
-
-cdef int check_rows(str side, Py_ssize_t rows, Py_ssize_t row_bytes, Py_ssize_t stride, Py_ssize_t offset,
-                    Py_ssize_t room) except -1:
-    if rows < 0 or row_bytes < 0 or stride < 0 or offset < 0 or offset > room:
-        raise ValueError(f"{side}: rows, bytes, stride and offset are not negative, and the offset lies inside")
-    # In Python integers: the product may not fit in 64 bits.
-    last = <object>offset + (<object>rows - 1) * <object>stride + <object>row_bytes
-    if rows > 0 and last > room:
-        raise ValueError(f"{side}: {rows} rows of {row_bytes} bytes every {stride} from {offset} need {last} bytes, there are {room}")
-    return 0
-
-
-def copy_parts(object out, parts) -> None:
-    """Fill `out` with the bytes of `parts`, one behind the other. Raises ValueError unless they fill it exactly."""
-    cdef Py_buffer target, source
-    cdef Py_ssize_t at = 0
-    PyObject_GetBuffer(out, &target, PyBUF_WRITABLE)
-    try:
-        for part in parts:
-            PyObject_GetBuffer(part, &source, PyBUF_SIMPLE)
-            try:
-                if source.len > target.len - at:
-                    raise ValueError(f"more than {target.len} bytes for {target.len} bytes of room")
-                copy_one(<uint8_t*>target.buf + at, <const uint8_t*>source.buf, source.len)
-                at += source.len
-            finally:
-                PyBuffer_Release(&source)
-        if at != target.len:
-            raise ValueError(f"{at} bytes for {target.len} bytes of room")
-    finally:
-        PyBuffer_Release(&target)
 
 
 def blank_bytes(Py_ssize_t nbytes):

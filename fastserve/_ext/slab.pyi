@@ -1,5 +1,3 @@
-from collections.abc import Iterable
-
 from typing_extensions import Buffer
 
 PAGE_BYTES: int
@@ -18,17 +16,5 @@ class SlabPool:
     def trim(self, owner: int) -> int: ...
     def view(self, offset: int, nbytes: int) -> memoryview: ...
 
-def copy_rows(
-    out: Buffer,
-    data: Buffer,
-    *,
-    rows: int,
-    row_bytes: int,
-    out_stride: int,
-    data_stride: int,
-    out_offset: int = 0,
-    data_offset: int = 0,
-) -> None: ...
-def copy_parts(out: Buffer, parts: Iterable[Buffer]) -> None: ...
 def blank_bytes(nbytes: int) -> bytearray: ...
 def grow_bytes(memory: bytearray, nbytes: int) -> None: ...

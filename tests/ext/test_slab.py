@@ -1,4 +1,4 @@
-"""Slabs and copies against a plain oracle, and under processes that die and scrawl."""
+"""Slabs against a plain oracle, and under processes that die and scrawl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from fastserve._ext import slab
 from fastserve._ext.slab import PAGE_BYTES, SlabPool
 from tests.oracles.slab import PlainSlabs
-from tests.oracles.slab import copy_rows as plain_copy_rows
 
 PAGES = 12
 WORDS_AT = 128  # of the pool's header
@@ -243,58 +242,3 @@ def test_threads_share_pages():
     done.set()
     trimming.join()
     assert pool.used() == 0
-
-
-SMALL = st.integers(0, 12)
-
-
-@given(st.binary(max_size=64), st.integers(0, 64), SMALL, SMALL, SMALL, SMALL, SMALL, SMALL)
-def test_strided_copies_agree_with_the_oracle(
-    data, room, rows, row_bytes, out_stride, data_stride, out_at, data_at
-):
-    out, wanted = bytearray(room), bytearray(room)
-    try:
-        if (rows > 1 and out_stride < row_bytes) or out_at > room or data_at > len(data):
-            raise ValueError
-        plain_copy_rows(wanted, data, rows, row_bytes, out_stride, data_stride, out_at, data_at)
-    except ValueError:
-        wanted = None
-    strides = {
-        "out_stride": out_stride,
-        "data_stride": data_stride,
-        "out_offset": out_at,
-        "data_offset": data_at,
-    }
-    if wanted is None:
-        with pytest.raises(ValueError):
-            slab.copy_rows(out, data, rows=rows, row_bytes=row_bytes, **strides)
-        assert out == bytes(room), "nothing is written when something does not fit"
-    else:
-        slab.copy_rows(out, data, rows=rows, row_bytes=row_bytes, **strides)
-        assert out == wanted
-
-
-def test_products_that_overflow_are_no_way_in():
-    big = (1 << 62) + 1
-    for rows, row_bytes, stride in ((big, 4, 4), (2, big, 4), (5, 1, big), (-1, 1, 1), (1, 1, -1)):
-        with pytest.raises(ValueError):
-            slab.copy_rows(
-                bytearray(64), bytes(64), rows=rows, row_bytes=row_bytes, out_stride=stride, data_stride=1
-            )
-
-
-@given(st.lists(st.binary(max_size=50_000), max_size=4), st.integers(-1, 1))
-def test_parts_fill_exactly(parts, off):
-    whole = b"".join(parts)
-    out = bytearray(max(len(whole) + off, 0))
-    if len(out) == len(whole):
-        slab.copy_parts(out, parts)
-        assert out == whole
-    else:
-        with pytest.raises(ValueError, match="bytes"):
-            slab.copy_parts(out, parts)
-
-
-def test_read_only_memory_is_not_written():
-    with pytest.raises(BufferError):
-        slab.copy_parts(b"abc", [b"abc"])

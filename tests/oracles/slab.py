@@ -56,21 +56,3 @@ class PlainSlabs:
 
     def used(self) -> int:
         return sum(count for count, _ in self.leases.values())
-
-
-def copy_rows(
-    out: bytearray,
-    data: bytes,
-    rows: int,
-    row_bytes: int,
-    out_stride: int,
-    data_stride: int,
-    out_at: int,
-    data_at: int,
-) -> None:
-    """Row by row; raises ValueError for anything outside."""
-    for i in range(rows):
-        to, at = out_at + i * out_stride, data_at + i * data_stride
-        if to + row_bytes > len(out) or at + row_bytes > len(data):
-            raise ValueError
-        out[to : to + row_bytes] = data[at : at + row_bytes]
