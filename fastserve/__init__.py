@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from fastserve.backends.script.declaration import model as model
     from fastserve.backends.script.multipart import File as File
     from fastserve.backends.script.remote import remote as remote
+    from fastserve.client.clients import AsyncClient as AsyncClient
+    from fastserve.client.clients import Client as Client
     from fastserve.service import BatchedService as BatchedService
     from fastserve.service import VectorTransformer as VectorTransformer
 
 __all__ = [
     "App",
     "Array",
+    "AsyncClient",
     "BatchedService",
+    "Client",
     "File",
     "Response",
     "VectorTransformer",
@@ -33,7 +37,9 @@ __version__ = "0.1.0"
 _PLACES = {
     "App": "fastserve.app.calls",
     "Array": "fastserve.backends.script.array_type",
+    "AsyncClient": "fastserve.client.clients",
     "BatchedService": "fastserve.service",
+    "Client": "fastserve.client.clients",
     "File": "fastserve.backends.script.multipart",
     "Response": "fastserve.backends.script.backend",
     "VectorTransformer": "fastserve.service",

@@ -1,0 +1,1 @@
+"""Clients of a running server, for Python: `from fastserve import Client, AsyncClient`."""
