@@ -106,7 +106,7 @@ test-extras: build torch extras
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/backends/frameworks/test_tensorflow.py
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/recipes tests/cli/test_serve_one.py::test_xgboost \
-		-k "xgboost or tensorflow or fastapi or notebook"
+		-k "xgboost or tensorflow or fastapi or notebook or clients"
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
 
 # To build/site; a link that leads nowhere ends it.

@@ -164,8 +164,9 @@ class Protos(Command):
 
 
 def sources() -> list[Extension]:
-    """The modules in C++, which a source distribution is made without."""
-    if "sdist" in sys.argv:
+    """The modules in C++. A source distribution is made without them, and so is what other systems than Linux
+    get: clients, and the batching library in one process."""
+    if "sdist" in sys.argv or sys.platform != "linux":
         return []
     found = extensions()
     return cythonize(

@@ -4,6 +4,7 @@ A fault is raised once, as a `ServeError` with one of the canonical kinds; each 
 which status each has. Nothing here knows HTTP or gRPC.
 """
 
+import sys
 from enum import Enum
 from typing import TypeVar
 
@@ -195,3 +196,12 @@ class DeadlineError(ServeError):
     def __init__(self, message: str, *, queued: bool, reason: Reason = Reason.UNSPECIFIED) -> None:
         super().__init__(Kind.DEADLINE_EXCEEDED, message, reason=reason)
         self.queued = queued
+
+
+def check_system() -> None:
+    """Raise ConfigError on a system that no server runs on."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"a server needs Linux (memfd, eventfd, pidfd), and this is {sys.platform}: run it in a "
+            "container or a virtual machine. Here are the clients, and BatchedService(..., in_process=True)"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastserve.backends.script.declaration import model
 from fastserve.backends.script.loading import end_script
-from fastserve.errors import ConfigError
+from fastserve.errors import ConfigError, check_system
 
 
 class App:
@@ -27,9 +27,10 @@ class App:
         """Write them as a repository that `fastserve serve FOLDER` serves, with the script's files in it.
         Raises SystemExit with a sentence where that cannot be."""
         end_script()
-        from fastserve.app.serving import write_repository
-
         try:
+            check_system()
+            from fastserve.app.serving import write_repository
+
             write_repository(Path(folder))
         except ConfigError as fault:
             raise SystemExit(f"fastserve: {fault}") from None
@@ -43,9 +44,10 @@ def serve(**settings: Any) -> None:
     for an unknown keyword.
     """
     end_script()
-    from fastserve.app.serving import serve_declared
-
     try:
+        check_system()
+        from fastserve.app.serving import serve_declared
+
         status = serve_declared(settings)
     except ConfigError as fault:
         raise SystemExit(f"fastserve: {fault}") from None

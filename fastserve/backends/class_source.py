@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-MODULE = "__fastserve_main__"
+from fastserve.codec.safe_msgpack import SCRIPT
+
 FILENAME = "<class of a prompt>"
 MAX_BYTES = 32 << 10  # of the text; it travels in one message of at most 64 KiB
 ADVICE = "put the class in a file and import it from there"
@@ -64,8 +65,8 @@ def collect_source(kind: type) -> str:
 
 def run_source(text: str) -> ModuleType:
     """Execute the text as a new module and return that. Tracebacks show its lines."""
-    module = ModuleType(MODULE)
-    sys.modules[MODULE] = module
+    module = ModuleType(SCRIPT)
+    sys.modules[SCRIPT] = module
     linecache.cache[FILENAME] = (len(text), None, text.splitlines(keepends=True), FILENAME)
     exec(compile(text, FILENAME, "exec", dont_inherit=True), module.__dict__)
     return module

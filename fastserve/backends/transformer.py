@@ -12,18 +12,21 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABCMeta, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fastserve.backends.base import read_specs
-from fastserve.backends.class_source import MODULE as SCRIPT
 from fastserve.backends.class_source import run_source
 from fastserve.backends.frameworks.python import CopyOnWrite
-from fastserve.codec.safe_msgpack import decode
+from fastserve.codec.object_codecs import CODECS
+from fastserve.codec.safe_msgpack import SCRIPT
+from fastserve.tensor import DTYPES, TensorSpec
 
 DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 BACKEND = "fastserve.backends.transformer:TransformerBackend"
@@ -55,6 +58,53 @@ class VectorTransformer(metaclass=ABCMeta):
     def postprocess(self, pre: Any, trans: Any) -> Any:
         """Return the results for the main process; by default what `transform` returned."""
         return trans
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """Shape and dtype of the numpy rows of a batching service, checked once."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: int | Iterable[int], dtype: Any) -> RowSpec:
+        """Read a user's shape and dtype, of any form that numpy takes. Raises ValueError."""
+        import numpy as np
+
+        name = np.dtype(dtype).name
+        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        if name not in DTYPES or name == "bytes":
+            raise ValueError(f"a row of {name} cannot lie in a column; numeric dtypes can")
+        if any(n < 1 for n in lengths):
+            raise ValueError(f"a row's axes have lengths from 1, not {lengths}")
+        return cls(lengths, name)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The row as a tensor spec, without a batch axis."""
+        return TensorSpec("row", DTYPES[self.dtype], self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.shape) * DTYPES[self.dtype].item_bytes
+
+    def pack(self, x: Any) -> memoryview:
+        """Return the bytes of one row, without a copy of a matching array. Raises ValueError for any other
+        shape."""
+        import numpy as np
+
+        row = np.ascontiguousarray(x, self.dtype).reshape(np.shape(x))
+        if row.shape != self.shape:
+            raise ValueError(f"an element has shape {row.shape}, the service takes {self.shape}")
+        return memoryview(row.reshape(-1).view(np.uint8))
+
+    def unpack(self, data: bytes) -> Any:
+        """Return the row as an array over `data`."""
+        import numpy as np
+
+        return np.frombuffer(data, self.dtype).reshape(self.shape)
 
 
 class StartedWhileImported(BaseException):
@@ -91,13 +141,17 @@ class TransformerBackend:
             kind = _import_module(wanted["module"], wanted["script"])
         for name in wanted["qualname"].split("."):
             kind = getattr(kind, name)
+        self.construct(kind, CODECS[wanted["transport"]].decode(bytes.fromhex(wanted["init_kwargs"])))
+
+    def construct(self, kind: type[VectorTransformer], init_kwargs: Mapping[str, Any]) -> None:
+        """Make the transformer. Raises whatever its constructor raises."""
         if self._tensors:
             from fastserve.backends.frameworks.torch_device import device_of, import_torch, open_device
 
             self._place = open_device(import_torch(), device_of(self._config))
         self._transformer = kind.__new__(kind)
         self._transformer.device = self._device
-        self._transformer.__init__(**decode(bytes.fromhex(wanted["init_kwargs"])))
+        self._transformer.__init__(**init_kwargs)
 
     def apply(self, batch: Any) -> Any:
         """Run one batch through the three steps."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fastserve.errors import ConfigError, check_system
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
@@ -39,6 +41,10 @@ MODULES = {
 }
 
 
+# Commands that need no server on this machine, and so no Linux.
+ANYWHERE = frozenset({"models", "new", "infer", "bench", "completion"})
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands' names and helps without importing them."""
 
@@ -48,6 +54,11 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
+        if name not in ANYWHERE:
+            try:
+                check_system()
+            except ConfigError as fault:
+                raise click.ClickException(str(fault)) from None
         module = import_module(f"fastserve.cli.{MODULES.get(name, name)}")
         command: click.Command = getattr(module, name.replace("-", "_"))
         return command

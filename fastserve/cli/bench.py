@@ -11,7 +11,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -22,7 +22,6 @@ from urllib.parse import quote, urlsplit
 import click
 import httptools
 import numpy as np
-import uvloop
 
 from fastserve.cli.client import ServerClient, Trust, url_option, with_trust
 from fastserve.tensor import DTYPE_BY_KSERVE, DTYPE_BY_TENSORFLOW, KSERVE_NAME
@@ -389,6 +388,15 @@ class ClosedLoop:
         return (await loop.create_connection(make, self.host, self.port, ssl=self.tls))[1]
 
 
+def run_loop(work: Coroutine[Any, Any, LoadResult]) -> LoadResult:
+    """Run a load on the fastest event loop that this system has."""
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import uvloop
+
+    return uvloop.run(work)
+
+
 def address(url: str, flag: str) -> tuple[str, int]:
     """Return host and port of a URL that `flag` gives. Raises BadParameter."""
     parts = urlsplit(url)
@@ -445,7 +453,7 @@ def bench(
         trust=trust if target.startswith("https://") else None,
         tls=trust.context() if target.startswith("https://") and not chosen.grpc else None,
     )
-    result = uvloop.run(load.run())
+    result = run_loop(load.run())
     lines = [json.dumps(as_json(result), indent=2)] if as_json_text else report(result)
     for line in lines:
         click.echo(line)

@@ -1,6 +1,8 @@
 """Plain Python objects as bytes that are safe to read: what the batching library sends to its worker.
 
 Not pickle: reading never runs code, imports nothing a message names, and builds only the types below.
+A dataclass is built of its fields, without a call of its methods, and only where its module has been
+imported; a tensor of torch travels by its memory, without its graph, and arrives on the CPU.
 Types are kept exactly (a tuple comes back as a tuple, numpy.float32 as numpy.float32); what cannot be
 kept is refused with the place where it was found, never silently changed.
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from datetime import date, datetime, timezone
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -37,16 +40,19 @@ MAX_DEPTH = 64  # containers within containers
 
 SUPPORTED = (
     "None, bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, "
-    "datetime and date, numpy arrays and numpy scalars of plain dtypes"
+    "datetime and date, dataclasses, numpy arrays and numpy scalars of plain dtypes, dense tensors of torch"
 )
 
-TUPLE, SET, FROZENSET, DICT, BYTEARRAY, DATETIME, DATE, ARRAY, SCALAR, MARKED = range(1, 11)
+TUPLE, SET, FROZENSET, DICT, BYTEARRAY, DATETIME, DATE, ARRAY, SCALAR, MARKED, DATACLASS, TORCH = range(1, 13)
+MAIN, SCRIPT = "__main__", "__fastserve_main__"
+"""Names of the module of a script: in the process that it started, and in its workers."""
 
 # Extension values with content: ints beyond 64 bits, str that is not UTF-8, the memory of an array.
 BIG_INT, SURROGATES, BLOCK = 32, 33, 34
 _MARKED_HEAD = msgspec.msgpack.encode({MARKED: None})[:-1]
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
+_TORCH_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|complex(64|128)")
 _DTYPE = re.compile(
     r"[<>|][biufc](1|2|4|8|16|32)|[<>|][SU][1-9][0-9]{0,8}|"
     r"[<>][Mm]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
@@ -118,7 +124,17 @@ class _Layout:
         self.marked = True
         if kind in _CODES:
             return {_CODES[kind]: self.lay_all(value, room)}
+        if "__dataclass_fields__" in kind.__dict__:
+            return {DATACLASS: [*_name_of(kind), self.lay_fields(value, room)]}
         return _lay_rare(value)
+
+    def lay_fields(self, value: Any, room: int) -> dict[str, Any]:
+        if room == 0:
+            raise _Stuck
+        names = [field.name for field in fields(value)]
+        if not all(hasattr(value, name) for name in names) or vars_beyond(value, names):
+            raise _Stuck
+        return {name: self.lay(getattr(value, name), room - 1) for name in names}
 
     def lay_all(self, items: Any, room: int) -> list[Any] | tuple[Any, ...]:
         if room == 0:
@@ -164,6 +180,8 @@ def _lay_rare(value: Any) -> Any:
 
 
 def _lay_numpy(value: Any) -> Any:
+    if type(value).__module__ == "torch":
+        return _lay_torch(value)
     np = sys.modules.get("numpy")
     if np is None or not (type(value) is np.ndarray or isinstance(value, np.generic)):
         raise _Stuck
@@ -182,12 +200,53 @@ def _lay_numpy(value: Any) -> Any:
     return {ARRAY: [dtype, list(value.shape), block]}
 
 
+def _lay_torch(value: Any) -> Any:
+    torch = sys.modules["torch"]
+    if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        raise _Stuck
+    name = str(value.dtype).removeprefix("torch.")
+    if not _TORCH_DTYPE.fullmatch(name):
+        raise _Stuck
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    block = Ext(BLOCK, flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return {TORCH: [name, list(value.shape), block]}
+
+
+def _name_of(kind: type) -> tuple[str, str]:
+    """Return the module and name by which another process finds a dataclass."""
+    module = MAIN if kind.__module__ == SCRIPT else kind.__module__
+    if _find_class(module, kind.__qualname__) is not kind or kind.__new__ is not object.__new__:
+        raise _Stuck
+    return module, kind.__qualname__
+
+
+def _find_class(module: str, name: str) -> Any:
+    """Return what an imported module has by a name; None for nothing."""
+    found: Any = sys.modules.get(module)
+    if module == MAIN:
+        found = sys.modules.get(SCRIPT) or found
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def vars_beyond(value: object, names: Iterable[str]) -> set[str]:
+    """Return the names of attributes that are not among the fields."""
+    return set(getattr(value, "__dict__", ())) - set(names)
+
+
 def _describe(value: object) -> str:
     place, found = _find_stuck(value, "value", MAX_DEPTH) or ("value", value)
     if type(found) in _LEAVES or type(found) in _CONTAINERS:
         return f"{place}: more than {MAX_DEPTH} containers within each other cannot travel between processes"
     kind = type(found)
     what = f"objects of type {kind.__module__}.{kind.__qualname__}".replace("type builtins.", "type ")
+    if "__dataclass_fields__" in kind.__dict__:
+        missing = [field.name for field in fields(found) if not hasattr(found, field.name)]  # type: ignore[arg-type]
+        beyond = vars_beyond(found, [field.name for field in fields(found)])  # type: ignore[arg-type]
+        odd = f", with attributes that are no fields: {', '.join(sorted(beyond))}" if beyond else ""
+        odd += f", without a value of {', '.join(missing)}" if missing else ""
+        what += odd or ", which is not found by that name or is made by a `__new__` of its own"
     dtype = getattr(found, "dtype", None) if kind.__module__ == "numpy" else None
     if dtype is not None:
         what += f" with dtype {dtype}"
@@ -196,7 +255,8 @@ def _describe(value: object) -> str:
 
 def _find_stuck(value: Any, place: str, room: int) -> tuple[str, object] | None:
     """Return the first part that cannot travel, in the order of encode()."""
-    if type(value) not in _CONTAINERS:
+    parts = _parts(value) if type(value) in _CONTAINERS else _field_parts(value)
+    if parts is None:
         try:
             _Layout(wide=True).lay(value, room)
         except _Stuck:
@@ -204,11 +264,25 @@ def _find_stuck(value: Any, place: str, room: int) -> tuple[str, object] | None:
         return None
     if room == 0:
         return f"{place[:200]}...", value
-    for name, part in _parts(value):
+    for name, part in parts:
         found = _find_stuck(part, place + name, room - 1)
         if found:
             return found
     return None
+
+
+def _field_parts(value: Any) -> Iterable[tuple[str, object]] | None:
+    """Return the fields of a dataclass that can travel but for them; None for anything else."""
+    if "__dataclass_fields__" not in type(value).__dict__:
+        return None
+    names = [field.name for field in fields(value)]
+    try:
+        _name_of(type(value))
+    except _Stuck:
+        return None
+    if vars_beyond(value, names) or not all(hasattr(value, name) for name in names):
+        return None
+    return [(f".{name}", getattr(value, name)) for name in names]
 
 
 def _parts(value: Any) -> Iterable[tuple[str, object]]:
@@ -311,6 +385,39 @@ def _build_scalar(items: list[Any], room: int) -> Any:
     return np.frombuffer(data, _read_dtype(name), count=1).copy()[0]
 
 
+def _build_torch(items: list[Any], room: int) -> Any:
+    import torch  # only a process that holds a tensor is sent one
+
+    name, shape, data = items
+    if type(name) is not str or not _TORCH_DTYPE.fullmatch(name) or type(data) is not memoryview:
+        raise Damaged("not an encoded object: a tensor without its dtype or memory")
+    dtype = getattr(torch, name)
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or prod(shape) * dtype.itemsize != len(
+        data
+    ):
+        raise Damaged("not an encoded object: a tensor whose size is not that of its shape")
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+        if len(data)
+        else torch.empty(shape, dtype=dtype)
+    )
+
+
+def _build_dataclass(items: list[Any], room: int) -> Any:
+    module, name, content = items
+    kind = _find_class(module, name)
+    if not isinstance(kind, type) or "__dataclass_fields__" not in kind.__dict__:
+        raise Damaged(
+            f"the dataclass {name} of {module} is not known here: import it where the transformer is"
+        )
+    if type(content) is not dict or content.keys() != {field.name for field in fields(kind)}:
+        raise Damaged(f"the dataclass {name} of {module} has other fields here")
+    made: Any = object.__new__(kind)
+    for field, item in content.items():
+        object.__setattr__(made, field, _build(item, room))
+    return made
+
+
 def _read_dtype(name: object) -> np.dtype[Any]:
     import numpy as np
 
@@ -329,6 +436,8 @@ _BUILDERS: dict[int, Callable[[Any, int], Any]] = {
     DATE: lambda text, room: date.fromisoformat(_only(text, str)),
     ARRAY: _build_array,
     SCALAR: _build_scalar,
+    DATACLASS: _build_dataclass,
+    TORCH: _build_torch,
 }
 
 

@@ -15,13 +15,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from fastserve._ext.fast_path import Ticket
-from fastserve.codec.safe_msgpack import decode, encode
+from fastserve.backends.model_errors import explain
+from fastserve.backends.transformer import RowSpec
+from fastserve.codec.object_codecs import CODECS, ObjectCodec
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.supervision import DeathPolicy
-from fastserve.errors import Kind, ServeError, unpack_status
+from fastserve.errors import Kind, ServeError, internal, unpack_status
 from fastserve.metrics.registry import Registry
 from fastserve.tensor import TensorSpec
-from fastserve.workers.arena import Arena, Geometry, RowSpec
+from fastserve.workers.arena import Arena, Geometry
 from fastserve.workers.group import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,8 @@ class Batcher:
     outputs: dict[str, TensorSpec] = {}
     delay_ns = 0
 
-    def __init__(self, sizes: BatcherSizes) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: BatcherSizes, codec: ObjectCodec = CODECS["msgpack"]) -> None:
+        self._sizes, self._codec = sizes, codec
         self.delay_ns = int(sizes.timeout_seconds * 1e9)
         self._arena: Arena | None = None
         self._queue: BatchQueue | None = None
@@ -178,7 +180,10 @@ class Batcher:
         if offset == 0:
             raise ServeError(Kind.RESOURCE_EXHAUSTED, "no room for the result")
         status = ring.lease_status(lease)
-        result = decode(bytes(ring.slab(offset, nbytes)))
+        try:
+            result = self._codec.decode(bytes(ring.slab(offset, nbytes)))
+        except Exception as error:  # pickle runs the code of the result's class
+            raise internal(f"the result cannot be read here: {explain(error)}") from error
         if status:
             raise ServeError(unpack_status(status)[0], str(result))
         return result
@@ -198,7 +203,7 @@ class ElementBatcher(Batcher):
 
     async def do_one(self, x: Any) -> Any:
         """Return the result for x. Raises TypeError, naming the type, when x cannot be encoded."""
-        payload = encode(x)
+        payload = self._codec.encode(x)
         lease = await self._lease()
         try:
             self._write(lease, payload)
@@ -211,8 +216,14 @@ class ElementBatcher(Batcher):
 class RowBatcher(Batcher):
     """numpy rows of one shape and dtype; with `out_row` results are rows too."""
 
-    def __init__(self, sizes: BatcherSizes, row: RowSpec, out_row: RowSpec | None) -> None:
-        super().__init__(sizes)
+    def __init__(
+        self,
+        sizes: BatcherSizes,
+        row: RowSpec,
+        out_row: RowSpec | None,
+        codec: ObjectCodec = CODECS["msgpack"],
+    ) -> None:
+        super().__init__(sizes, codec)
         self._row = row
         self._out_row = out_row
         self.inputs = {"row": row.spec}
@@ -273,8 +284,14 @@ class HookedBatcher(Batcher):
     """Rows are reserved as elements come and committed once `preprocess` is done with the batch: until
     then no worker can take it, and after it is sealed no element can join."""
 
-    def __init__(self, sizes: BatcherSizes, preprocess: BatchHook, postprocess: BatchHook) -> None:
-        super().__init__(sizes)
+    def __init__(
+        self,
+        sizes: BatcherSizes,
+        preprocess: BatchHook,
+        postprocess: BatchHook,
+        codec: ObjectCodec = CODECS["msgpack"],
+    ) -> None:
+        super().__init__(sizes, codec)
         self.delay_ns = NEVER_NS  # sealed here, by the timer of its first element
         self._preprocess = preprocess
         self._postprocess = postprocess
@@ -318,7 +335,7 @@ class HookedBatcher(Batcher):
     async def _send(self, batch: HookedBatch) -> None:
         try:
             async with self._before:
-                payload = encode(await self._preprocess(batch.elements))
+                payload = self._codec.encode(await self._preprocess(batch.elements))
                 self._write(batch.leases[0], payload)
         except Exception as error:
             for lease in batch.leases:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +22,7 @@ from fastserve._ext.batch_ring import BatchRing
 from fastserve.backends.registry import find_backend
 from fastserve.settings.model_options import read_options
 from fastserve.settings.text_options import TextOptions
-from fastserve.tensor import DTYPES, TensorSpec
+from fastserve.tensor import TensorSpec
 from fastserve.workers.pinning import NO_NODE, prefer_node
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
@@ -265,53 +264,6 @@ def _layout(geometry: Geometry) -> dict[str, Any]:
         "fronts": geometry.fronts,
         "slab_pages": geometry.slab_pages,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpec:
-    """Shape and dtype of the numpy rows of a batching service, checked once."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, shape: int | Iterable[int], dtype: Any) -> RowSpec:
-        """Read a user's shape and dtype, of any form that numpy takes. Raises ValueError."""
-        import numpy as np
-
-        name = np.dtype(dtype).name
-        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-        if name not in DTYPES or name == "bytes":
-            raise ValueError(f"a row of {name} cannot lie in a column; numeric dtypes can")
-        if any(n < 1 for n in lengths):
-            raise ValueError(f"a row's axes have lengths from 1, not {lengths}")
-        return cls(lengths, name)
-
-    @property
-    def spec(self) -> TensorSpec:
-        """The row as a tensor spec, without a batch axis."""
-        return TensorSpec("row", DTYPES[self.dtype], self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one row."""
-        return prod(self.shape) * DTYPES[self.dtype].item_bytes
-
-    def pack(self, x: Any) -> memoryview:
-        """Return the bytes of one row, without a copy of a matching array. Raises ValueError for any other
-        shape."""
-        import numpy as np
-
-        row = np.ascontiguousarray(x, self.dtype).reshape(np.shape(x))
-        if row.shape != self.shape:
-            raise ValueError(f"an element has shape {row.shape}, the service takes {self.shape}")
-        return memoryview(row.reshape(-1).view(np.uint8))
-
-    def unpack(self, data: bytes) -> Any:
-        """Return the row as an array over `data`."""
-        import numpy as np
-
-        return np.frombuffer(data, self.dtype).reshape(self.shape)
 
 
 class WorkerContext(NamedTuple):

@@ -113,10 +113,12 @@ def make_runner(place: WorkerContext) -> Runner:
     """The runner for this arena's form. numpy is first needed here."""
     arena, ring, backend, config = place
     if "transformer" in config:
+        from fastserve.codec.object_codecs import CODECS
         from fastserve.workers.object_batches import LibraryRunner
 
-        whole = config["transformer"]["whole"]
-        return LibraryRunner(arena, ring, cast("ElementBackend", backend), whole=whole)
+        wanted = config["transformer"]
+        codec = CODECS[wanted["transport"]]
+        return LibraryRunner(arena, ring, cast("ElementBackend", backend), codec, whole=wanted["whole"])
     if arena.geometry.requests:
         from fastserve.workers.requests import RequestRunner
 

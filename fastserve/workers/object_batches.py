@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.model_errors import end_if_lost, explain, is_out_of_memory
-from fastserve.codec.safe_msgpack import decode, encode
+from fastserve.codec.object_codecs import ObjectCodec
 from fastserve.errors import Kind, internal
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
@@ -32,11 +32,14 @@ LibraryLease = tuple[int, int, int, int]  # first row, rows, slab offset, bytes
 class LibraryRunner:
     """Runs slots of a BatchedService. `whole`: the main process made the batch into one object."""
 
-    def __init__(self, arena: Arena, ring: BatchRing, backend: ElementBackend, *, whole: bool) -> None:
+    def __init__(
+        self, arena: Arena, ring: BatchRing, backend: ElementBackend, codec: ObjectCodec, *, whole: bool
+    ) -> None:
         self._arena = arena
         self._ring = ring
         self._backend = backend
         self._whole = whole
+        self._codec = codec
         self._columns: dict[tuple[int, bool], np.ndarray[Any, Any]] = {}
 
     def run(self, slot: int) -> None:
@@ -44,7 +47,9 @@ class LibraryRunner:
         leases = self._ring.leases(slot)
         if not leases:
             return
-        batch = self._read(slot, leases)
+        batch, leases = self._read(slot, leases)
+        if not leases:
+            return
         self._ring.start_run(slot)
         results = self._apply(slot, batch)
         self._ring.end_run(slot)
@@ -82,12 +87,22 @@ class LibraryRunner:
     def warm_up(self, rows: int, guess: SyntheticInput) -> None:
         """Do nothing: no element can be synthesized."""
 
-    def _read(self, slot: int, leases: list[LibraryLease]) -> Any:
+    def _read(self, slot: int, leases: list[LibraryLease]) -> tuple[Any, list[LibraryLease]]:
+        """Return the batch and its leases, without those whose elements cannot be read: they get an error."""
         if self._whole:
-            return decode(bytes(self._ring.slab(leases[0][2], leases[0][3])))
+            return self._codec.decode(bytes(self._ring.slab(leases[0][2], leases[0][3]))), leases
         if self._ring.inputs:
-            return self._column(slot, output=False)[: self._ring.batch_rows(slot)]
-        return [decode(bytes(self._ring.slab(offset, nbytes))) for _, _, offset, nbytes in leases]
+            return self._column(slot, output=False)[: self._ring.batch_rows(slot)], leases
+        batch, good = [], []
+        for lease in leases:
+            row, _, offset, nbytes = lease
+            try:
+                batch.append(self._codec.decode(bytes(self._ring.slab(offset, nbytes))))
+                good.append(lease)
+            except Exception as error:  # pickle runs the code of the element's class
+                told = f"the worker cannot read the element: {explain(error)}"
+                self._send(slot, row, Kind.INVALID_ARGUMENT.value, self._codec.encode(told))
+        return batch, good
 
     def _write(self, slot: int, leases: list[LibraryLease], results: Any) -> None:
         if self._ring.outputs:
@@ -107,11 +122,15 @@ class LibraryRunner:
         status, payload = 0, b""
         try:
             if isinstance(result, BaseException):
-                status, payload = Kind.INTERNAL.value, encode(explain(result))
+                status, payload = Kind.INTERNAL.value, self._codec.encode(explain(result))
             else:
-                payload = encode(result)
+                payload = self._codec.encode(result)
         except TypeError as error:
-            status, payload = Kind.INVALID_ARGUMENT.value, encode(f"the result cannot be sent back: {error}")
+            said = self._codec.encode(f"the result cannot be sent back: {error}")
+            status, payload = Kind.INVALID_ARGUMENT.value, said
+        self._send(slot, row, status, payload)
+
+    def _send(self, slot: int, row: int, status: int, payload: bytes) -> None:
         offset = self._ring.allocate_slab(len(payload))
         if offset == 0:
             self._ring.answer_lease(slot, row, Kind.RESOURCE_EXHAUSTED.value, 0, 0)

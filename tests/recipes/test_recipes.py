@@ -1,8 +1,9 @@
-"""Every page of docs/recipes, done by its words: docs/recipes/README.md lists them."""
+"""Every page of docs/recipes, and the quickstart and clients pages, done by their words."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from tests.recipes.page import Kitchen, compare, read_recipe
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
-PAGES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
+RECIPES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
+PAGES = [FOLDER.parent / "quickstart.md", FOLDER.parent / "clients.md", *RECIPES]
 TORCH = {"pytorch", "transformers", "embeddings"}
 # What a page imports besides the suite's own packages: `make test-extras` has it.
 NEEDS = {"xgboost": "xgboost", "tensorflow": "tensorflow", "fastapi": "fastapi", "notebook": "nbclient"}
@@ -49,6 +51,8 @@ def prepare(page: str, folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_recipe(page: Path, tmp_path: Path) -> None:
+    if page.stem == "clients" and shutil.which("node") is None:
+        pytest.skip("there is no node")
     needed = NEEDS.get(page.stem)
     if needed is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"there is no {needed}")
@@ -59,7 +63,7 @@ def test_recipe(page: Path, tmp_path: Path) -> None:
 
 def test_every_recipe_is_listed() -> None:
     text = (FOLDER / "README.md").read_text()
-    assert [page.stem for page in PAGES if f"({page.name})" not in text] == []
+    assert [page.stem for page in RECIPES if f"({page.name})" not in text] == []
 
 
 @pytest.mark.parametrize(

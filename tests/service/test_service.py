@@ -96,16 +96,6 @@ def test_constructor_arguments_and_the_three_steps():
     assert run(main()) == [(2, 6), (3, 9)]
 
 
-@pytest.fixture
-def loop():
-    """The loop that start() finds outside a running one: the thread's own."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield loop
-    loop.close()
-    asyncio.set_event_loop(None)
-
-
 def test_a_service_started_outside_a_loop_serves_in_it_and_in_another(loop):
     service = Service(models.Sleepy)
     service.start()

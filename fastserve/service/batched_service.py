@@ -7,9 +7,12 @@
     async with BatchedService(max_batch_size=200) as service: ...   or start() and stop()
         y = await service.do_one(3)
 
+    with BatchedService(max_batch_size=200) as service: ...         the same for callers who block
+        y = service.submit(3).result()
+
 It is the server's engine without a network: the same arena, ring, queues and workers. Elements are
 plain Python objects (codec/safe_msgpack says which), or numpy rows of one shape, which are written once,
-into the batch itself.
+into the batch itself. `in_process` runs the transformer in threads of this process, on any system.
 """
 
 from __future__ import annotations
@@ -19,27 +22,35 @@ import contextlib
 import logging
 import sys
 from collections.abc import Awaitable, Coroutine, Generator, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastserve.backends.class_source import collect_source, typed_at_prompt
 from fastserve.backends.transformer import (
-    BACKEND,
     DEVICE,
+    RowSpec,
     ScriptImport,
     StartedWhileImported,
     VectorTransformer,
 )
-from fastserve.codec.safe_msgpack import encode
-from fastserve.engine.library_batchers import STOPPED, Batcher, ElementBatcher, HookedBatcher, RowBatcher
+from fastserve.codec.object_codecs import CODECS
 from fastserve.errors import Kind, ServeError
-from fastserve.workers.arena import RowSpec
-from fastserve.workers.group import WorkerGroup
+from fastserve.service.background_loop import BackgroundLoop
+from fastserve.service.in_process import STOPPED, ThreadBatcher
+from fastserve.service.worker_order import check_class, order_worker
 
-__all__ = ["BatchedService", "ServeError", "VectorTransformer"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from fastserve.engine.library_batchers import Batcher
+    from fastserve.workers.group import WorkerGroup
 
 log = logging.getLogger(__name__)
 STOP_GRACE_S = 2.0
+WORKERS_NEED_LINUX = (
+    "a worker process shares its batches by memfd, eventfd and pidfd, which Linux has and {} has not; "
+    "BatchedService(..., in_process=True) runs the transformer in a thread of this process"
+)
 
 
 class BatchedService:
@@ -48,7 +59,9 @@ class BatchedService:
     max_batch_size: most elements of a batch, 1 to 10000. timeout_seconds: how long the first element
     of a batch waits for company, more than 0 and at most 1. max_queue_size: batches under way, 1 to
     128; beyond them `do_one` waits. `row` and `out_row`, (shape, dtype): elements are numpy rows and
-    `transform` gets one array. instances: worker processes.
+    `transform` gets one array. instances: worker processes. transport: how objects travel to them, "msgpack"
+    or "pickle". in_process: no workers, but a thread for each instance; the only way on systems other than
+    Linux.
 
     Override `preprocess` and `postprocess` for work on whole batches in this process.
     """
@@ -66,6 +79,8 @@ class BatchedService:
         instances: int = 1,
         device: str = "cpu",
         device_tensors: bool = False,
+        transport: str = "msgpack",
+        in_process: bool = False,
     ) -> None:
         _check("max_batch_size", max_batch_size, 1 <= max_batch_size <= 10000, "from 1 to 10000")
         _check("timeout_seconds", timeout_seconds, 0 < timeout_seconds <= 1, "more than 0 and at most 1")
@@ -73,6 +88,10 @@ class BatchedService:
         _check("instances", instances, 1 <= instances <= 64, "from 1 to 64")
         _check("device", device, bool(DEVICE.fullmatch(device)), "cpu, cuda or cuda:N")
         _check("device_tensors", device_tensors, row is not None or not device_tensors, "false without row")
+        _check("transport", transport, transport in CODECS, " or ".join(CODECS))
+        if not in_process and sys.platform != "linux":
+            raise RuntimeError(WORKERS_NEED_LINUX.format(sys.platform))
+        self.transport, self.in_process = transport, in_process
         self.max_batch_size = max_batch_size
         self.timeout_seconds = timeout_seconds
         self.max_queue_size = max_queue_size
@@ -83,8 +102,9 @@ class BatchedService:
         self._order: dict[str, Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opening: asyncio.Future[None] | None = None
-        self._batcher: Batcher | None = None
-        self._group: WorkerGroup | None = None
+        self._batcher: Batcher | ThreadBatcher | None = None
+        self._group: WorkerGroup | ThreadBatcher | None = None
+        self._background: BackgroundLoop | None = None
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -106,7 +126,7 @@ class BatchedService:
         wanted = worker_class or type(self).worker_class
         if wanted is None:
             raise TypeError("start() needs a worker_class: a subclass of VectorTransformer")
-        self._order = _worker_order(wanted, worker_init_kwargs or {}, whole=self._hooked)
+        self._order = self._make_order(wanted, worker_init_kwargs or {})
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -131,14 +151,33 @@ class BatchedService:
             return loop.create_task(self._close())
         elif loop.is_running():  # in another thread
             closing = asyncio.run_coroutine_threadsafe(self._stop_from_elsewhere(), loop)
-            return _Done(closing.result()) if here is None else asyncio.wrap_future(closing)
+            if here is not None:
+                return asyncio.wrap_future(closing)
+            closing.result()
+            self._end_background()
         elif here is not None:
             return here.run_in_executor(None, loop.run_until_complete, self._close())
         else:
             loop.run_until_complete(self._close())
         return _Done(None)
 
-    async def __aenter__(self) -> BatchedService:
+    def __enter__(self) -> Self:
+        """Start the workers for callers who block, on an event loop in a thread of its own."""
+        self._background = BackgroundLoop()
+        try:
+            self._background.run(self.__aenter__())
+        except BaseException:
+            self._end_background()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._order = None
+        if self._background is not None:
+            self._background.run(self._stop_from_elsewhere())
+        self._end_background()
+
+    async def __aenter__(self) -> Self:
         if self._order is None:
             self.start()
         await self._ready()
@@ -173,6 +212,16 @@ class BatchedService:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
+    def submit(self, x: Any) -> Future[Any]:
+        """Return a future of the result for one element, from any thread but that of the service's event
+        loop. Raises RuntimeError there, where `do_one` is awaited, and for a service that was not started."""
+        return self._submit(self.do_one(x))
+
+    def map(self, xs: Iterable[Any], *, return_exceptions: bool = False) -> list[Any]:
+        """Return the results for many elements, in order, and block until then. Raises as `submit` does."""
+        found: list[Any] = self._submit(self.do_many(xs, return_exceptions=return_exceptions)).result()
+        return found
+
     async def preprocess(self, x: Any) -> Any:
         """Override to work on a batch, a list of elements, before the worker gets it. In this process."""
         return x
@@ -188,7 +237,32 @@ class BatchedService:
         mine, plain = type(self), BatchedService
         return mine.preprocess is not plain.preprocess or mine.postprocess is not plain.postprocess
 
-    async def _ready(self) -> Batcher:
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        loop = self._loop
+        try:
+            if self._order is None:
+                raise RuntimeError("start() the service first, or enter it: with service: ...")
+            if loop is not None and loop is _running_loop():
+                raise RuntimeError("this thread runs the service's event loop: await do_one() or do_many()")
+            if loop is None or not loop.is_running():  # start() was called outside of one: it moves
+                self._background = self._background or BackgroundLoop()
+                loop = self._background.loop
+            return asyncio.run_coroutine_threadsafe(work, loop)
+        except RuntimeError:
+            work.close()
+            raise
+
+    def _end_background(self) -> None:
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
+
+    def _make_order(self, kind: Any, init_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if self.in_process:
+            return {"class": check_class(kind), "init_kwargs": dict(init_kwargs)}
+        return order_worker(kind, init_kwargs, whole=self._hooked, transport=self.transport)
+
+    async def _ready(self) -> Batcher | ThreadBatcher:
         if self._order is None:
             raise RuntimeError("start() the service first")
         if self._loop is not asyncio.get_running_loop():
@@ -238,6 +312,10 @@ class BatchedService:
 
     async def _open(self) -> None:
         assert self._order is not None
+        if self.in_process:
+            return await self._open_threads(self._order)
+        from fastserve.workers.group import WorkerGroup
+
         batcher = self._make_batcher()
         group = WorkerGroup(
             Path(self._order["transformer"]["qualname"]) / "1",
@@ -261,12 +339,26 @@ class BatchedService:
         self._batcher = batcher
         log.info("%s is ready to serve", type(self).__name__)
 
+    async def _open_threads(self, order: dict[str, Any]) -> None:
+        hooks = (self.preprocess, self.postprocess) if self._hooked else None
+        batcher = self._group = ThreadBatcher(self, self._row, self._out_row, hooks)
+        try:
+            await batcher.start(order["class"], order["init_kwargs"], self._device)
+        except BaseException:
+            if self._group is batcher:
+                self._order = self._group = None
+            raise
+        self._batcher = batcher
+
     def _make_batcher(self) -> Batcher:
+        from fastserve.engine.library_batchers import ElementBatcher, HookedBatcher, RowBatcher
+
+        codec = CODECS[self.transport]
         if self._hooked:
-            return HookedBatcher(self, self.preprocess, self.postprocess)
+            return HookedBatcher(self, self.preprocess, self.postprocess, codec)
         if self._row is not None:
-            return RowBatcher(self, self._row, self._out_row)
-        return ElementBatcher(self)
+            return RowBatcher(self, self._row, self._out_row, codec)
+        return ElementBatcher(self, codec)
 
     def _close(self) -> Coroutine[Any, Any, None]:
         """Detach group and batcher at once, so that no caller finds them; return a coroutine to end them."""
@@ -282,7 +374,9 @@ class BatchedService:
 
 
 async def _end(
-    opening: asyncio.Future[None] | None, group: WorkerGroup | None, batcher: Batcher | None
+    opening: asyncio.Future[None] | None,
+    group: WorkerGroup | ThreadBatcher | None,
+    batcher: Batcher | ThreadBatcher | None,
 ) -> None:
     if group is not None:
         await group.stop(STOP_GRACE_S)
@@ -308,31 +402,11 @@ def _check(name: str, value: object, good: bool, allowed: str) -> None:
         raise ValueError(f"{name} must be {allowed}, not {value!r}")
 
 
-def _worker_order(kind: type[VectorTransformer], kwargs: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """Describe how a worker finds and constructs the class. Raises TypeError when it could not."""
-    if not (isinstance(kind, type) and issubclass(kind, VectorTransformer)):
-        raise TypeError(f"worker_class must be a subclass of VectorTransformer, not {kind!r}")
-    if "<locals>" in kind.__qualname__:
-        raise TypeError(
-            f"{kind.__qualname__} is defined inside a function; a worker can only import it from a module"
-        )
-    script = _script_of(kind) if kind.__module__ == "__main__" else ""
-    typed = kind.__module__ == "__main__" and not script
-    transformer = {
-        "module": kind.__module__,
-        "qualname": kind.__qualname__,
-        "script": script,
-        "source": collect_source(kind) if typed else "",
-        "init_kwargs": encode(dict(kwargs)).hex(),
-        "whole": whole,
-    }
-    return {"backend": BACKEND, "transformer": transformer}
-
-
-def _script_of(kind: type[VectorTransformer]) -> str:
-    """Return the path of the script that defines a class of `__main__`; "" for one typed at a prompt."""
-    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    return "" if typed_at_prompt(kind) or not script.is_file() else str(script.resolve())
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _current_loop() -> asyncio.AbstractEventLoop:
