@@ -7,6 +7,7 @@
 | `tensorflow` | TensorFlow's CPU build, and what its tests import | FOLDER, a virtual environment |
 | `recipes` | what recipes of docs/recipes import | FOLDER |
 | `docs` | mkdocs-material, which makes the site | FOLDER |
+| `openapi` | schemathesis, which makes requests of /openapi.json | FOLDER |
 | `grpc-js` | npm's @grpc/grpc-js; Node.js as a wheel, if the machine has none | FOLDER/grpc-js, FOLDER |
 | `chromium`, `nghttp`, `systemd-analyze` | Debian's packages, if missing and root runs this | the machine |
 
@@ -92,6 +93,11 @@ def docs(folder: Path) -> str:
     return ""
 
 
+def openapi(folder: Path) -> str:
+    pip(folder, *requirements.listed("test-openapi"))
+    return ""
+
+
 def grpc_js(folder: Path) -> str:
     path = os.environ["PATH"] + os.pathsep + str(folder / "bin")
     if shutil.which("node", path=path) is None or shutil.which("npm", path=path) is None:
@@ -123,6 +129,7 @@ EXTRAS: Mapping[str, Callable[[Path], str]] = {
     "tensorflow": tensorflow,
     "recipes": recipes,
     "docs": docs,
+    "openapi": openapi,
     "grpc-js": grpc_js,
     **{command: debian(command) for command in DEBIAN},
 }
