@@ -45,6 +45,18 @@ def test_the_readmes_library_example_runs(tmp_path: Path) -> None:
     assert done.stdout == "[0, 1, 4, 9, 16, 25, 36, 49, 64, 81]\n", done.stderr
 
 
+def test_the_librarys_examples_run(tmp_path: Path) -> None:
+    """Those of docs/library.md: with await, and for callers who block."""
+    text = (ROOT / "docs/library.md").read_text()
+    blocks = [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "__main__" in one]
+    assert len(blocks) == 2
+    for block in blocks:
+        example = tmp_path / "example.py"
+        example.write_text(block)
+        done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
+        assert done.stdout == "9\n[0, 1, 4, 9, 16, 25, 36, 49, 64, 81]\n", done.stderr
+
+
 def test_the_dashboard_asks_for_metrics_there_are() -> None:
     board = json.loads((ROOT / "docs/grafana/fastserve.json").read_text())
     asked = {
@@ -63,7 +75,7 @@ def test_the_texts_of_troubleshooting_are_those_of_the_server() -> None:
     """Each quoted text that begins a row is in the package's source, but for the values in it."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
     source = "\n".join(path.read_text() for path in (ROOT / "fastserve").rglob("*.py"))
-    wild = r"\.\.\.|\d+(?:\.\d+)*(?::\d+)?|\bonnx\b"
+    wild = r"\.\.\.|\d+(?:\.\d+)*(?::\d+)?|\bonnx\b|\bfloat64\b|\bint64\b"
     quoted = [
         text
         for part in page.split("\n## ")[1:3]
@@ -72,6 +84,8 @@ def test_the_texts_of_troubleshooting_are_those_of_the_server() -> None:
         for text in re.findall(r"`([^`]+)`", row.split(" | ")[0 if part.startswith("The server") else 1])
     ]
     assert len(quoted) > 20
+    library = page.split("## The library and the clients")[1].split("\n## ")[0]
+    quoted += re.findall(r"^\| `([^`]+)`", library, re.MULTILINE)
     for text in quoted:
         pieces = [piece for piece in re.split(wild, text) if len(piece.strip()) > 3]
         assert all(piece.strip(" :\"'[]") in source for piece in pieces if "in use" not in piece), text
