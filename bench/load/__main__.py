@@ -7,11 +7,12 @@ import os
 import platform
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
 
-from bench.load import grps_load, h2_load, h2load, idle, measure, stream_load, table, v2_load, wrk
+from bench.load import grps_load, h2_load, h2load, idle, measure, scale, stream_load, table, v2_load, wrk
 from bench.load.measure import Plan
 from bench.workloads import WORKLOADS
 
@@ -64,7 +65,7 @@ def rows(part: str, plan: Plan, subject: measure.Start, soak: int) -> list[table
     if part == "latency":
         return [table.alone_row(*measure.alone(plan, subject))]
     if part == "frontends":
-        return table.frontend_rows(measure.frontends(plan, (1, 2, 4)), len(os.sched_getaffinity(0)))
+        return scale.rows(plan, plan.fronts, plan.workers)
     if part == "codec":
         from bench.load import codec
 
@@ -110,6 +111,10 @@ def describe(plan: Plan, hello: float) -> dict[str, object]:
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write results here too."
 )
+@click.option(
+    "--fronts", default="1,2,4,8", show_default=True, help="With `frontends`: processes that serve."
+)
+@click.option("--workers", default="1,2,4", show_default=True, help="With `frontends`: workers of the model.")
 @click.option("--self-test", is_flag=True, help="Put the reference server in fastserve's place.")
 def main(
     parts: tuple[str, ...],
@@ -118,6 +123,8 @@ def main(
     doubles: bool,
     soak: int,
     json_file: Path | None,
+    fronts: str,
+    workers: str,
     self_test: bool,
 ) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every server is stopped on the way out
@@ -130,7 +137,9 @@ def main(
         raise click.ClickException(str(fault)) from None
     warn_when_busy()
     subject = measure.start_reference if self_test else measure.start_fastserve
-    plan = Plan(repeats, seconds, *cores(), doubles=doubles, say=lambda text: click.echo(text, err=True))
+    counts = [tuple(map(int, listed.split(","))) for listed in (fronts, workers)]
+    say = partial(click.echo, err=True)
+    plan = Plan(repeats, seconds, *cores(), doubles, say, *counts)
     about = describe(plan, measure.hello(plan))
     found = [row for part in chosen for row in rows(part, plan, subject, soak)]
     print(", ".join(f"{name} {value}" for name, value in about.items()))

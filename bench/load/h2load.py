@@ -11,6 +11,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.load.wrk import Load
@@ -37,12 +38,15 @@ def post(
     streams: int,
     seconds: float,
     core: int,
+    cores: Sequence[int] = (),
     http1: bool = False,
     times: Path | None = None,
 ) -> Load:
-    """`times`: a file for the time of each request; without it the percentiles are 0. Raises RuntimeError
-    when a request failed."""
-    command = ["taskset", "-c", str(core), "h2load", f"-c{connections}", f"-m{streams}", f"-D{seconds:g}s"]
+    """`cores`: several in place of one, each with a thread. `times`: a file for the time of each request;
+    without it the percentiles are 0. Raises RuntimeError when a request failed."""
+    listed = ",".join(map(str, cores or [core]))
+    command = ["taskset", "-c", listed, "h2load", f"-t{min(len(cores) or 1, connections)}"]
+    command += [f"-c{connections}", f"-m{streams}", f"-D{seconds:g}s"]
     command += ["-d", str(body_file), "-H", f"content-type: {content_type}", "-H", "te: trailers"]
     command += ["--h1"] * http1 + (["--log-file", str(times)] if times else []) + [url]
     if times is not None:

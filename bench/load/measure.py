@@ -31,6 +31,8 @@ class Plan:
     load_core: int
     doubles: bool = False
     say: Callable[[str], None] = print
+    fronts: tuple[int, ...] = (1, 2, 4, 8)  # processes and workers of the part `frontends`
+    workers: tuple[int, ...] = (1, 2, 4)
 
 
 @dataclass
@@ -143,22 +145,6 @@ def alone(plan: Plan, subject: Start) -> tuple[float, float, float]:
             p50s.append(Sample(loads).p50_us)
             plan.say(f"one connection: {server.name} p50 {p50s[-1]:.0f} us")
     return model_us("tiny", plan.server_core), p50s[0], p50s[1]
-
-
-def frontends(plan: Plan, counts: Sequence[int]) -> dict[int, float]:
-    """tiny requests a second by number of front processes, server and wrk on all cores together."""
-    tiny, cores = WORKLOADS["tiny"], sorted(os.sched_getaffinity(0))
-    rates = {}
-    for count in counts:
-        with (
-            posted_body(tiny, plan) as body,
-            servers.fastserve_model("tiny", cores, "--frontends", str(count)) as server,
-        ):
-            ready(server, tiny, body)
-            loads = [load(server, tiny, body, plan, 64, cores) for _ in range(plan.repeats)]
-            rates[count] = Sample(loads).rate
-            plan.say(f"{count} front processes: {rates[count]:,.0f}/s")
-    return rates
 
 
 def memory(plan: Plan) -> float:

@@ -79,15 +79,6 @@ def alone_row(model_us: float, theirs_us: float, ours_us: float) -> Row:
     )
 
 
-def frontend_rows(rates: dict[int, float], cores: int) -> list[Row]:
-    base = rates[min(rates)]
-    return [
-        Row(f"tiny, {n} front process{'es' * (n > 1)}", f"{base:,.0f}/s", f"{rate:,.0f}/s", rate / base,
-            note=f"{cores} cores with the load generator")
-        for n, rate in rates.items()
-    ]  # fmt: skip
-
-
 def codec_row(codec: Codec) -> Row:
     theirs, ours = f"{codec.theirs_s * 1e3:.2f} ms", f"{codec.ours_s * 1e3:.2f} ms"
     if codec.reads:

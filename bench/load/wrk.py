@@ -45,9 +45,10 @@ def post(
     connections: int,
     seconds: float,
     cores: Sequence[int],
+    threads: int = 1,
 ) -> Load:
     """`headers` are further ones, name and value in turn. Raises RuntimeError when wrk gives no result."""
-    command = ["taskset", "-c", ",".join(map(str, cores)), "wrk", "-t1", f"-c{connections}"]
+    command = ["taskset", "-c", ",".join(map(str, cores)), "wrk", f"-t{threads}", f"-c{connections}"]
     command += [f"-d{max(1, round(seconds))}s", "--timeout", "10s", "-s", str(SCRIPT), url]
     command += ["--", str(body_file), content_type, *headers]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
