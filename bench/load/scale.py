@@ -70,35 +70,35 @@ class Cell:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a request costs, in microseconds: a front process alone, what it pays beside that for words which
-    another front process had last, and a worker."""
+    """What a request costs, in microseconds: a front process that never sleeps, each of its sleeps (wake-up
+    and a turn of the loop with little to do), and a worker. `sleeps` are those of a busy front, a request."""
 
     front_us: float
-    shared_us: float
+    wake_us: float
+    sleeps: float
     worker_us: float
 
     @classmethod
     def fit(cls, cells: Sequence[Cell]) -> Costs:
-        """Fit front_us + shared_us * (1 - 1 / fronts) by least squares: of a word that all write, so large a
-        share of uses finds it with another. At least SHARED_LINES lines are such."""
-        xs, ys = [1 - 1 / cell.fronts for cell in cells], [cell.front_us for cell in cells]
+        """Fit front_us + wake_us * sleeps by least squares, beside the lines that fronts share. With more
+        fronts than cores, or little load, each sleeps more often: a larger machine does not pay for that."""
+        xs = [cell.front_sleeps for cell in cells]
+        ys = [cell.front_us - lines_us(cell.fronts, 1) for cell in cells]
         mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
         spread = sum((x - mean_x) ** 2 for x in xs)
         both = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-        shared_us = max(both / spread if spread else 0.0, SHARED_LINES * LINE_NS / 1e3)
-        worker_us = statistics.median(cell.worker_us for cell in cells)
-        return cls(max(mean_y - shared_us * mean_x, 0.0), shared_us, worker_us)
+        wake_us = max(both / spread if spread else 0.0, 0.0)
+        front_us = max(mean_y - wake_us * mean_x, 0.0)
+        return cls(front_us, wake_us, min(xs), statistics.median(cell.worker_us for cell in cells))
 
     def rate(self, fronts: int, workers: int, cores: int) -> tuple[float, str]:
         """Return requests a second and what limits them."""
-        line_ns = LINE_NS if cores <= ONE_SOCKET_CORES else FAR_LINE_NS
-        far_us = SHARED_LINES * (line_ns - LINE_NS) / 1e3
-        front_us = self.front_us + (self.shared_us + far_us) * (1 - 1 / fronts)
+        front_us = self.front_us + self.wake_us * self.sleeps + lines_us(fronts, cores)
         limits = {
             "front processes": fronts / front_us,
             "workers": workers / self.worker_us,
             "cores": cores / (front_us + self.worker_us),
-            "words of the open slot": 1e3 / (SHARED_LINES * line_ns),
+            "words of the open slot": 1e3 / (SHARED_LINES * _line_ns(cores)),
         }
         least = min(limits, key=limits.__getitem__)
         return limits[least] * 1e6, least
@@ -108,6 +108,15 @@ class Costs:
         whose load comes from elsewhere."""
         splits = [(f, cores - f, *self.rate(f, cores - f, cores)) for f in range(1, cores)]
         return max(splits, key=lambda split: (split[2], -split[0]))
+
+
+def _line_ns(cores: int) -> float:
+    return LINE_NS if cores <= ONE_SOCKET_CORES else FAR_LINE_NS
+
+
+def lines_us(fronts: int, cores: int) -> float:
+    """Return what a request waits for lines that another of the fronts had last: so large a share of all."""
+    return SHARED_LINES * _line_ns(cores) / 1e3 * (1 - 1 / fronts)
 
 
 @contextlib.contextmanager
@@ -202,8 +211,8 @@ def rows(plan: Plan, fronts: Sequence[int], workers: Sequence[int]) -> list[tabl
         cells = [measure_cell(transport, model, f, w, plan) for w in workers for f in fronts]
         found += [cell.row(cells[0].rate) for cell in cells]
         costs = Costs.fit(cells)
-        note = f"model: {costs.front_us:.0f} us a front process, {costs.worker_us:.0f} a worker, "
-        note += f"{costs.shared_us:.1f} for words that fronts share; limit: "
+        note = f"model: {costs.front_us:.1f} us a front process and {costs.wake_us:.0f} a sleep, "
+        note += f"{costs.worker_us:.1f} a worker; limit: "
         for cores in LARGER:
             f, w, rate, limit = costs.best(cores)
             name = f"{model} {transport}, {cores} cores: {f} x {w}"
