@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Miss, ResponseCache
+from fastserve._ext.response_cache import (
+    ENTRY_BYTES,
+    WHOLE_BYTES,
+    Counts,
+    Miss,
+    ResponseCache,
+)
 from tests.oracles.response_cache import PlainCache
 
 HEADS = st.sampled_from([b"a", b"b1", b"b2"])
@@ -27,8 +33,11 @@ def ignore(ns: int, others: int, *, hit: bool) -> None:
 class Both(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.ours, self.plain, self.counts = ResponseCache(CAPACITY), PlainCache(CAPACITY), Counts(ignore)
+        self.ours, self.plain, self.counts = self.make(), PlainCache(CAPACITY), Counts(ignore)
         self.misses: dict[bytes, Miss] = {}
+
+    def make(self) -> ResponseCache:
+        return ResponseCache(CAPACITY)
 
     @rule(head=HEADS, inputs=INPUTS)
     def find(self, head: bytes, inputs: list[bytes]) -> None:
