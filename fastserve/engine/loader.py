@@ -31,7 +31,7 @@ from fastserve.engine.device_memory import NO_DEVICE, lending_device
 from fastserve.engine.engine import SCHEDULER, Engine, find_scheduler
 from fastserve.engine.input_checks import check_inputs
 from fastserve.engine.model_callbacks import ModelCallbacks, ModelCalls, SendToWorker
-from fastserve.engine.schedulers.cache import ResponseCache
+from fastserve.engine.schedulers.cache import CacheMemory, ResponseCache
 from fastserve.engine.schedulers.ensemble import EnsembleScheduler, check_models, make_plan
 from fastserve.engine.schedulers.rate_limiter import RateLimiter
 from fastserve.engine.schedulers.schedule import Schedule, open_queue
@@ -274,7 +274,10 @@ class VersionLoader:
         self._forks = ForkServers(on_wait=on_health)
         self._starting: dict[Version, WorkerGroup] = {}  # the last of each
         self.pinning = PinningPlan("none", (), fronts)
-        self.cache = ResponseCache(cache_bytes) if cache_bytes else None
+        self.cache_memory = CacheMemory(cache_bytes) if cache_bytes and fronts > 1 else None
+        self.cache = self.cache_memory.open() if self.cache_memory is not None else None
+        if cache_bytes and fronts == 1:
+            self.cache = ResponseCache(cache_bytes)
         self.ensembles: dict[Version, EnsembleScheduler] = {}  # they have no workers
         self._catalog = catalog or Catalog()
         self.callbacks = ModelCallbacks(self._catalog, self._overdue)  # what models ask of the server
@@ -402,6 +405,8 @@ class VersionLoader:
         await asyncio.gather(*(self._close(one) for one in hosted))
         await self._shared.close()
         await self._forks.close()
+        if self.cache_memory is not None:
+            self.cache_memory.close()
 
     async def close_lent(self, handle: bytes) -> None:
         """Return when all workers that have opened this client memory on a GPU have closed it."""

@@ -5,9 +5,7 @@ Failed requests are for the operator's page: error text and request id. Each fro
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import mmap
 import os
 from collections import Counter as Counted
 from time import time
@@ -25,6 +23,7 @@ from fastserve._ext.shared_metrics import (
 )
 from fastserve.errors import Kind
 from fastserve.metrics.exposition import Exposition, Metric, clean_value, read_series, write_series
+from fastserve.util.shared_file import make_shared_file, map_shared_file
 
 LAST_FAILURES = 8  # that are kept of a model
 
@@ -114,8 +113,6 @@ SLOTS_MAX = 1 << 18
 
 FAMILY_SERIES_MAX = 2048  # so that one metric with runaway labels cannot take the room of the others
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
 M = TypeVar("M", bound=Instrument)
 
 
@@ -163,7 +160,7 @@ class Registry:
         self.failures = FailedRequests()
         self._made = fd is None
         self.fd = _make_file(sections) if fd is None else fd
-        self._memory = _map_file(self.fd)
+        self._memory = map_shared_file(self.fd)
         self._section = Section(self._memory, section)
         self._families: dict[str, Family[Instrument]] = {}
         self._slots: dict[tuple[str, tuple[str, ...]], tuple[Metric, int]] = {}
@@ -248,20 +245,8 @@ def _zero_gauges(section: Section) -> None:
 
 
 def _make_file(sections: int) -> int:
-    fd = os.memfd_create("fastserve-metrics", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     size = file_bytes(sections, SERIES_MAX, TEXT_BYTES_MAX, SLOTS_MAX)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)  # nobody can shrink it under a reader (SIGBUS)
-    with mmap.mmap(fd, size) as memory:
+    fd = make_shared_file("fastserve-metrics", size)
+    with map_shared_file(fd) as memory:
         lay_out(memory, sections, SERIES_MAX, TEXT_BYTES_MAX, SLOTS_MAX)
     return fd
-
-
-def _map_file(fd: int) -> mmap.mmap:
-    try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
-    except OSError as error:
-        raise ValueError("not a file of meters: it cannot be sealed") from error
-    if not sealed:
-        raise ValueError("not a file of meters: its size is not sealed")
-    return mmap.mmap(fd, os.fstat(fd).st_size)

@@ -14,11 +14,13 @@ import base64
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from fastserve.engine.schedulers.cache import CacheMemory, ResponseCache, open_shared_cache
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Override
@@ -27,7 +29,7 @@ from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.dialect import Stop, refuse_to_stop
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.model_control import LoadOverride
-from fastserve.serving.replication import Content, ReplicatedState
+from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.settings import ModelEntry
 
 
@@ -81,6 +83,27 @@ def _read_version(name: str, row: list[Any], opened: dict[int, Version], model: 
 
 async def _alone() -> None:
     """Settle where there is no other front."""
+
+
+class CachePart(ReplicatedPart):
+    """The memory of the response cache: the owner makes it, and every other front opens it."""
+
+    NAME = "cache"
+
+    def __init__(self, memory: CacheMemory | None, opened: Callable[[ResponseCache], None]) -> None:
+        self._memory, self._opened = memory, opened
+
+    def apply(self, content: Content, fds: list[int]) -> None:
+        """Open the cache."""
+        try:
+            self._opened(open_shared_cache(fds[0], content["capacity"]))
+        finally:
+            os.close(fds[0])
+
+    def records(self) -> Iterator[StateRecord]:
+        """The cache's memory, if there is one."""
+        if self._memory is not None:
+            yield StateRecord({"capacity": self._memory.capacity}, (self._memory.fd,))
 
 
 class OwnerModelControl:

@@ -31,6 +31,7 @@ import msgspec
 from fastserve.backends.model_errors import explain
 from fastserve.engine.counters import counters_of
 from fastserve.engine.loader import LoadedPart, VersionLoader
+from fastserve.engine.schedulers.cache import CachedScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.net.accept_balance import AcceptBalancer
@@ -360,6 +361,7 @@ class FrontLink:
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
             "load_s": counters_of(version).load_s,
             "on_device": hosted.queue.on_device,
+            "cached": CachedScheduler.number_of(version),
             "text": msgspec.to_builtins(version.text),
         }
         await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)

@@ -25,7 +25,8 @@ import uvloop
 from fastserve.codec.text import Info
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.counters import counters_of
-from fastserve.engine.engine import SCHEDULER, Engine
+from fastserve.engine.engine import SCHEDULER, Engine, Scheduler
+from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
 from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
 from fastserve.metrics import Readiness, Registry
 from fastserve.net.accept_balance import AcceptBalancer
@@ -33,7 +34,7 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import load_config_json
 from fastserve.repository.version import Version
 from fastserve.server.front import Front, FrontGauges
-from fastserve.server.front_messages import RemoteModelControl, apply_catalog
+from fastserve.server.front_messages import CachePart, RemoteModelControl, apply_catalog
 from fastserve.serving.replication import Content
 from fastserve.settings import Listener, Settings
 from fastserve.tensor import DTYPES, TensorSpec
@@ -150,9 +151,14 @@ class FrontProcess:
         self._front = Front(settings, Engine(self._catalog), registry, self._loads, balancer=balancer)
         self._front.custom_metrics = lambda: self._custom_metrics
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
+        self._front.state.add(CachePart.NAME, CachePart(None, self._open_cache))
         self._front.state.ask, self._front.state.note = self._loads.change, self._note
         self._gauges = FrontGauges(registry)
         self._beat()
+
+    def _open_cache(self, cache: ResponseCache) -> None:
+        assert self._front is not None
+        self._front.cache = cache
 
     def _note(self, part: str, content: Content) -> None:
         self._control.send({"op": "note", "part": part, "content": json.dumps(content)})
@@ -170,7 +176,7 @@ class FrontProcess:
         )
         queue = open_queue(arena, self._number, version.inputs, version.outputs, metrics)
         queue.on_device = message["on_device"]
-        SCHEDULER.put(version, simple_scheduler(queue))
+        SCHEDULER.put(version, self._cached(version, simple_scheduler(queue), message["cached"]))
         if message["text"] is not None:
             version.text = msgspec.convert(message["text"], Info)
         counters = counters_of(version)
@@ -178,6 +184,14 @@ class FrontProcess:
         counters.load_s = float(message["load_s"])
         self._opened[message["id"]] = version, queue, arena
         self._control.send({"op": "opened", "id": message["id"]})
+
+    def _cached(self, version: Version, inner: Scheduler, number: int | None) -> Scheduler:
+        """Put the cache before a scheduler, where the version has one; `number` is of its keys."""
+        assert self._front is not None
+        cache = self._front.cache
+        if number is None or cache is None:
+            return inner
+        return CachedScheduler(cache, inner, counters_of(version), number)
 
     async def _listen(self, message: dict[str, Any], fds: list[int]) -> None:
         assert self._front is not None

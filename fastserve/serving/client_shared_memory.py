@@ -39,7 +39,7 @@ from fastserve.engine import lend
 from fastserve.errors import Kind, NoDeviceError, ServeError, internal, invalid, unsupported
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Lent
-from fastserve.serving.replication import Content, ReplicatedState, StateRecord
+from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.util.memory_budget import MemoryBudget
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ class Range:
     byte_size: int
 
 
-class Regions:
+class Regions(ReplicatedPart):
     """The regions of one front process. With `allowed` false nothing can be registered.
 
     What changes them returns what is to be awaited, if anything: until all front processes know, and until a

@@ -14,8 +14,9 @@ A change reaches all fronts before its client gets an answer, and no front is as
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Content = Mapping[str, Any]
 
@@ -27,22 +28,24 @@ class StateRecord(NamedTuple):
     fds: Sequence[int] = ()
 
 
-class ReplicatedPart(Protocol):
+class ReplicatedPart(ABC):
     """One part of the state of a front process."""
 
-    async def carry_out(self, change: Content) -> None:
+    async def carry_out(self, change: Content) -> None:  # noqa: B027
         """In the owner: do what a client of another front process asked for. Raises ServeError."""
 
+    @abstractmethod
     def apply(self, content: Content, fds: list[int]) -> None:
         """In another front: take over a record of the owner's; the descriptors are this part's now."""
 
     def records(self) -> Iterator[StateRecord]:
         """In the owner: what brings a new front process to the present state."""
+        return iter(())
 
-    def noted(self, front: int, content: Content) -> None:
+    def noted(self, front: int, content: Content) -> None:  # noqa: B027
         """In the owner: take a note of a front process."""
 
-    def front_ended(self, front: int) -> None:
+    def front_ended(self, front: int) -> None:  # noqa: B027
         """In the owner: a front process has ended, with all that it used."""
 
 

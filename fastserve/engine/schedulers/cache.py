@@ -7,26 +7,42 @@ nor shared. A fast path that has the inputs in memory looks them up by itself:
     found = stage.find(stage.head(sorts, outputs), memory)
     an Entry: a hit; None: an equal one is under way; a Miss: to be run in the stage's queue, then
     miss.keep(form, memory) if that went well, and miss.close() in any case
+
+Several front processes share one table (`CacheMemory`), and each answers hits by itself. A request waits for
+an equal one within its front only: those that come to several fronts at once run once in each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from itertools import count
 
-from fastserve._ext.response_cache import ENTRY_BYTES, WHOLE_BYTES, Counts, Entry, Miss, ResponseCache
+from fastserve._ext.response_cache import (
+    ENTRY_BYTES,
+    WHOLE_BYTES,
+    Counts,
+    Entry,
+    Miss,
+    ResponseCache,
+    SharedResponseCache,
+    lay_out_shared,
+    shared_bytes,
+)
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import RequestCounters
-from fastserve.engine.engine import Engine, Scheduler
+from fastserve.engine.engine import Engine, Scheduler, find_scheduler
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse, by_name
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
+from fastserve.util.shared_file import make_shared_file, map_shared_file
 
 __all__ = [
     "ENTRY_BYTES",
     "WHOLE_BYTES",
     "CacheKeys",
+    "CacheMemory",
     "CacheStage",
     "CachedScheduler",
     "Entry",
@@ -42,6 +58,30 @@ Memory = bytes | bytearray | memoryview
 InputForm = tuple[str, int, tuple[int, ...], int]  # name, dtype code, shape and bytes of an input
 OutputForm = tuple[tuple[str, int, tuple[int, ...]], ...]  # name, dtype code and shape of every output
 _numbers = count()
+
+
+class CacheMemory:
+    """The table of a server's response cache, for all its front processes. Made by their owner; `fd` goes to
+    the others."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.fd = make_shared_file("fastserve-cache", shared_bytes(capacity))
+        with map_shared_file(self.fd) as memory:
+            lay_out_shared(memory, capacity, int.from_bytes(os.urandom(8), "little"))
+
+    def open(self) -> ResponseCache:
+        """Return the cache of this process."""
+        return open_shared_cache(self.fd, self.capacity)
+
+    def close(self) -> None:
+        """Close the descriptor; who has opened the cache keeps its memory."""
+        os.close(self.fd)
+
+
+def open_shared_cache(fd: int, capacity: int) -> ResponseCache:
+    """Open the cache whose memory another process has made; the descriptor stays the caller's."""
+    return SharedResponseCache(map_shared_file(fd), capacity)
 
 
 class CacheStage:
@@ -62,9 +102,16 @@ class CacheStage:
 class CachedScheduler(Scheduler):
     """A cache in front of another scheduler."""
 
-    def __init__(self, cache: ResponseCache, inner: Scheduler, counters: RequestCounters) -> None:
+    def __init__(
+        self,
+        cache: ResponseCache,
+        inner: Scheduler,
+        counters: RequestCounters,
+        number: int | None = None,
+    ) -> None:
+        """`number`: of the version's keys, in a front process that does not own the models."""
         self.inner = inner
-        self.keys = CacheKeys()
+        self.keys = CacheKeys(number)
         self.cache, self.counts = cache, Counts(counters.looked)
         self.died_with_it = inner.died_with_it
         counters.cached = self.counts
@@ -96,6 +143,12 @@ class CachedScheduler(Scheduler):
     def close(self) -> None:
         self.cache.forget(self.keys.prefix)
         self.inner.close()
+
+    @staticmethod
+    def number_of(version: Version) -> int | None:
+        """Return the number of the version's keys; None for one without a cache."""
+        scheduler = find_scheduler(version)
+        return scheduler.keys.number if isinstance(scheduler, CachedScheduler) else None
 
     def instance_lost(self, part: int) -> None:
         self.inner.instance_lost(part)
@@ -139,10 +192,11 @@ def respond(entry: Entry) -> InferResponse:
 
 
 class CacheKeys:
-    """Cache keys of one loaded version. Their common beginnings are written once."""
+    """Cache keys of one loaded version, which begin with its number. Their beginnings are written once."""
 
-    def __init__(self) -> None:
-        self.prefix = next(_numbers).to_bytes(8, "big")
+    def __init__(self, number: int | None = None) -> None:
+        self.number = next(_numbers) if number is None else number
+        self.prefix = self.number.to_bytes(8, "big")
         self._heads: dict[tuple[object, ...], bytes] = {}
 
     def of(self, version: Version, request: InferRequest) -> tuple[bytes, list[Memory]]:

@@ -144,11 +144,12 @@ def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[PriorityL
 def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) -> None:
     """Raise ServeError INVALID_ARGUMENT for scheduling that this server, or `fronts` processes, cannot do."""
     options = config.options
-    asked = _needs_one_front(config, cached=cached)
+    asked = _needs_one_front(config)
     if asked and fronts > 1:
         raise invalid(
             f"{asked} is kept in one front process: frontends: given {fronts}, allowed: 1 with this model"
         )
+    asked = asked or ("response_cache" if cached else "")
     if asked and options.decoupled:
         raise invalid(f"{asked}: model_transaction_policy.decoupled: given true, allowed: false with this")
     if cached and options.sequences is not None:
@@ -163,10 +164,10 @@ def _check_limited(options: Options, fronts: int) -> None:
         )
 
 
-def _needs_one_front(config: ModelConfig, *, cached: bool) -> str:
+def _needs_one_front(config: ModelConfig) -> str:
     """Return the option that needs all requests in one front process; "" for none."""
     if config.options.sequences is not None:
         return "sequence_batching"
     if read_queue(config) is not None:
         return "dynamic_batching with levels, policies, sizes or kept order"
-    return "response_cache" if cached else ""
+    return ""

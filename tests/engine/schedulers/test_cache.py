@@ -15,6 +15,7 @@ from fastserve.engine.schedulers.cache import (
     WHOLE_BYTES,
     CachedScheduler,
     CacheKeys,
+    CacheMemory,
     ResponseCache,
 )
 from fastserve.errors import Kind, ServeError
@@ -23,9 +24,28 @@ from fastserve.tensor import DTYPES, Tensor
 from tests.engine.fakes import Answers, House, array, ints, io, run
 
 
+@pytest.fixture(params=["one process", "shared"], autouse=True)
+def kind(request, monkeypatch):
+    """Both kinds of cache: of one front process, and of several."""
+    if request.param == "shared":
+        monkeypatch.setattr(f"{__name__}.make_cache", make_shared)
+
+
+def make_cache(capacity):
+    return ResponseCache(capacity)
+
+
+def make_shared(capacity):
+    memory = CacheMemory(capacity)
+    try:
+        return memory.open()
+    finally:
+        memory.close()
+
+
 class Stage:
     def __init__(self, compute, capacity=1 << 20):
-        self.house, self.inner, self.cache = House(), Answers(compute), ResponseCache(capacity)
+        self.house, self.inner, self.cache = House(), Answers(compute), make_cache(capacity)
         self.house.schedulers.append(self.inner)
         self.version = self.put()
 
