@@ -89,7 +89,7 @@ def compare_class(place: str, built: type, node: ast.ClassDef) -> Iterator[str]:
     inherited = {name for base in built.__mro__[1:] for name in vars(base)}
     # Attributes set in __init__ of an ordinary class cannot be seen on the class.
     annotated = {name for name, member in stubbed.items() if isinstance(member, ast.AnnAssign)}
-    yield from compare_names(place, members, set(stubbed) - inherited - (annotated - members))
+    yield from compare_names(place, members, set(stubbed) - (inherited - members) - (annotated - members))
     for name, member in stubbed.items():
         if name in members:
             yield from compare_call(f"{place}.{name}", inspect.getattr_static(built, name), member)

@@ -4,7 +4,7 @@
 //
 // A record and its blocks hold the key, a note that says what the bytes after it are, and the bytes. The holder of the mutex may change
 // anything; a reader takes it to find a record and to make it the newest, and copies the bytes without it: `seq` says whether they were
-// still the record's afterwards. A process may be killed anywhere. The next one that takes the mutex is told so by the kernel, and
+// still the record's afterwards. A process may be killed anywhere. The kernel says so to the next one that takes the mutex, which
 // empties the table: it is a cache. Nobody waits long: a process that does not get the mutex soon does without (its holder may be stopped).
 #pragma once
 #include <errno.h>
