@@ -240,12 +240,22 @@ class LoadedPart:
     maintenance: Maintenance
     deaths: DeathPolicy
     part: int = 0  # which of the version's queues, where each instance has one
+    relayed: bool = False  # other front processes send their requests to this one
     closing: bool = False
     claims: list[Placement] = field(default_factory=list)  # of device memory
     pins: WorkerPins | None = None
 
 
-OnPart = Callable[[LoadedPart], Awaitable[None]]
+@dataclass(eq=False)
+class LoadedEnsemble:
+    """An available ensemble, which has no queue: other front processes relay its requests."""
+
+    version: Version
+    scheduler: EnsembleScheduler
+    closing: bool = False
+
+
+OnPart = Callable[["LoadedPart | LoadedEnsemble"], Awaitable[None]]
 
 
 class VersionLoader:
@@ -278,7 +288,7 @@ class VersionLoader:
         self.cache = self.cache_memory.open() if self.cache_memory is not None else None
         if cache_bytes and fronts == 1:
             self.cache = ResponseCache(cache_bytes)
-        self.ensembles: dict[Version, EnsembleScheduler] = {}  # they have no workers
+        self.ensembles: dict[Version, LoadedEnsemble] = {}  # they have no workers
         self._catalog = catalog or Catalog()
         self.callbacks = ModelCallbacks(self._catalog, self._overdue)  # what models ask of the server
         self.engine = Engine(self._catalog)  # for what models ask of other models
@@ -306,7 +316,7 @@ class VersionLoader:
             return
         parts: list[LoadedPart] = []
         try:
-            schedule = Schedule(version, self._fronts, self.cache, self._limiter)
+            schedule = Schedule(version, self.cache, self._limiter)
             while len(parts) < schedule.queues:
                 parts.append(await self._start(version, schedule, len(parts)))
             SCHEDULER.put(version, schedule.open_scheduler([hosted.queue for hosted in parts]))
@@ -368,7 +378,7 @@ class VersionLoader:
             await group.start()
             recording.ran(group.recorded_ns)
             hosted = self._open(version, part, group, *made[0])
-            hosted.claims, hosted.pins = claims, pins
+            hosted.claims, hosted.pins, hosted.relayed = claims, pins, schedule.relayed
             return hosted
         except BaseException:
             self._budget.give_back(claims)
@@ -381,7 +391,7 @@ class VersionLoader:
     async def unload(self, version: Version) -> None:
         """Drain the version's queue, then stop its workers and give the memory back."""
         for ensemble in list(self.ensembles.values()):
-            await ensemble.let_go(version)
+            await ensemble.scheduler.let_go(version)
         if version in self.ensembles:
             await self._unload_ensemble(version)
         parts = self._parts(version)
@@ -399,7 +409,7 @@ class VersionLoader:
     async def close(self) -> None:
         """Stop everything at once; requests that still wait get an error."""
         for ensemble in self.ensembles.values():
-            ensemble.close()
+            ensemble.scheduler.close()
         await self.callbacks.close()
         hosted, self.hosted = list(self.hosted.values()), {}
         await asyncio.gather(*(self._close(one) for one in hosted))
@@ -447,22 +457,24 @@ class VersionLoader:
         """Return why a worker of the version is missing, as a text for clients."""
         return next((h.group.trouble for h in self._parts(version) if h.group.trouble), "")
 
+    def loaded(self) -> list[LoadedPart | LoadedEnsemble]:
+        """Return all that other front processes open, ensembles after the models that they run."""
+        return [*self.hosted.values(), *self.ensembles.values()]
+
     def _parts(self, version: Version) -> list[LoadedPart]:
         return [hosted for key, hosted in self.hosted.items() if key[2] == id(version)]
 
     async def _load_ensemble(self, version: Version) -> None:
-        if self._fronts > 1:
-            raise invalid(
-                f"an ensemble runs in one front process: frontends: given {self._fronts}, allowed: 1"
-            )
         assert version.config.options.ensemble is not None
         plan = make_plan(version.model, version.config.options.ensemble)
         check_models(version, plan, self._catalog)
-        self.ensembles[version] = EnsembleScheduler(plan)
-        SCHEDULER.put(version, self.ensembles[version])
+        ensemble = self.ensembles[version] = LoadedEnsemble(version, EnsembleScheduler(plan))
+        SCHEDULER.put(version, ensemble.scheduler)
         try:
             limit_s = version.config.load_timeout_s or LOAD_TIMEOUT_S
             await Recording(version, self.read_recorded).run(self.engine, limit_s)
+            for mirror in self.on_opened:
+                await mirror(ensemble)
         except BaseException as error:
             await self._unload_ensemble(version)
             if isinstance(error, ConfigError):
@@ -471,8 +483,12 @@ class VersionLoader:
 
     async def _unload_ensemble(self, version: Version) -> None:
         ensemble = self.ensembles[version]
-        await ensemble.drain()
-        ensemble.close()
+        await ensemble.scheduler.drain()
+        ensemble.closing = True
+        for mirror in self.on_closing:
+            await mirror(ensemble)
+        await ensemble.scheduler.drain()
+        ensemble.scheduler.close()
         SCHEDULER.drop(version)
         self.ensembles.pop(version, None)
 

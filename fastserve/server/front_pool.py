@@ -1,7 +1,7 @@
 """The other front processes as their owner sees them: it starts them, sends them every change, replaces them.
 
-    owner -> front   start {settings, front, listeners} + metrics memory, inboxes    open {version} + arena
-                     listen {places} + listening sockets
+    owner -> front   start {settings, front, listeners, relay} + metrics memory, relay channel, inboxes
+                     open {version} + arena, if it has one    listen {places} + listening sockets
                      catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
                      hear {id, dialect, word}    settle {id}    ping {id}
                      replicate {records} + descriptors    (serving/replication.py)
@@ -11,8 +11,8 @@
 A front that dies, fails a message, or gives no sign of life (workers/liveness.py) is replaced, and its
 replacement gets everything anew. While one is silent the server is not ready, since its connections get no
 answers; a front whose owner is silent is not ready either. The rows of a dead front in the arenas are
-reclaimed first, so that no batch waits for them; connections that it had not taken yet go to the others
-(net/accept_balance.py).
+reclaimed first, so that no batch waits for them; requests that it relayed to the owner are cancelled, as if
+their clients had left; connections that it had not taken yet go to the others (net/accept_balance.py).
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ import msgspec
 
 from fastserve.backends.model_errors import explain
 from fastserve.engine.counters import counters_of
-from fastserve.engine.loader import LoadedPart, VersionLoader
+from fastserve.engine.loader import LoadedEnsemble, LoadedPart, VersionLoader
+from fastserve.engine.relay.channel import RelayChannel
+from fastserve.engine.relay.desk import RelayDesk
 from fastserve.engine.schedulers.cache import CachedScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
+from fastserve.repository.version import Version
 from fastserve.server.front_messages import OwnerModelControl, catalog_message
 from fastserve.serving.replication import ReplicatedState, StateRecord, write_records
 from fastserve.settings import Listener, Settings
@@ -183,10 +186,10 @@ class FrontPool:
         for link in self.links:
             link.tell({"op": "ready", "readiness": msgspec.to_builtins(readiness)})
 
-    async def _open_version(self, hosted: LoadedPart) -> None:
+    async def _open_version(self, hosted: LoadedPart | LoadedEnsemble) -> None:
         await asyncio.gather(*(link.offer_version(hosted) for link in self.links))
 
-    async def _close_version(self, hosted: LoadedPart) -> None:
+    async def _close_version(self, hosted: LoadedPart | LoadedEnsemble) -> None:
         await asyncio.gather(*(link.close_version(hosted) for link in self.links))
 
 
@@ -214,7 +217,8 @@ class FrontLink:
         self._waiting: dict[tuple[str, int], asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._came_up, self._ended = False, ""  # the present process; the words of its end
-        self._given: set[int] = set()  # ids of the versions the present process was told to open
+        self._given: dict[int, Version] = {}  # by id, the parts that the present process was told to open
+        self.desk: RelayDesk | None = None  # for requests of the present process
         self._draining = False
         self._tender: asyncio.Task[None] | None = None
         self._readiness: Mapping[str, Any] | None = None
@@ -249,19 +253,21 @@ class FrontLink:
         finally:
             self._tender = asyncio.get_running_loop().create_task(self._tend())
 
-    async def offer_version(self, hosted: LoadedPart) -> None:
+    async def offer_version(self, hosted: LoadedPart | LoadedEnsemble) -> None:
         """Open the version there. A front that cannot is replaced, and gets everything then."""
         try:
             await self._open_version(hosted)
         except ServeError as error:
             self._kill(f"{hosted.version!r} could not be opened: {error.message}")
 
-    async def close_version(self, hosted: LoadedPart) -> None:
+    async def close_version(self, hosted: LoadedPart | LoadedEnsemble) -> None:
         """The front lets its requests on the version finish and closes its queue."""
-        key = id(hosted.version)
+        key = id(hosted)
         if key in self._given and self.pid:  # what a dead one held is reclaimed
-            self._given.discard(key)
-            await self._ask("closed", key, {"op": "close", "id": key})
+            try:
+                await self._ask("closed", key, {"op": "close", "id": key})
+            finally:  # until here the requests that it relays find the version
+                self._given.pop(key, None)
 
     async def hear(self, dialect: str, word: str) -> bool:
         """Pass a dialect's message to the front, and return whether it was meant there."""
@@ -322,19 +328,24 @@ class FrontLink:
             raise ServeError(
                 Kind.UNAVAILABLE, f"a front process cannot be started: {error.strerror}"
             ) from error
-        self._process, self._given, self._came_up = process, set(), False
+        self._process, self._given, self._came_up = process, {}, False
         self._pinged = self._ponged
         http, grpc = self.listeners
+        channel = RelayChannel.create(self._settings.memory_bytes)
+        self.desk = RelayDesk(channel, self._host.engine, self._find)
+        self.desk.open()
+        relay, fds = channel.describe()
         start = {
             "op": "start",
             "front": self.front,
             "settings": msgspec.to_builtins(self._settings),
             "http": msgspec.to_builtins(http),
             "grpc": msgspec.to_builtins(grpc),
+            "relay": relay,
         }
-        self.tell(start, [self._registry.fd, *self._balancer.fds()])
+        self.tell(start, [self._registry.fd, *fds, *self._balancer.fds()])
         self.replicate(self._state.records())  # at once: changes from now on follow
-        for hosted in list(self._host.hosted.values()):
+        for hosted in self._host.loaded():
             await self._open_version(hosted)
         self.tell(catalog_message(self._catalog))
         if self._readiness is not None:
@@ -344,15 +355,24 @@ class FrontLink:
         await self._ask("listening", 0, listen, list(places.values()), timeout_s=ANSWER_TIMEOUT_S)
         self._came_up = self._listening = True
 
-    async def _open_version(self, hosted: LoadedPart) -> None:
-        version, key = hosted.version, id(hosted.version)
+    def _find(self, key: int) -> Version | None:
+        """Return the version whose id the process was given."""
+        return next((version for version in self._given.values() if id(version) == key), None)
+
+    async def _open_version(self, hosted: LoadedPart | LoadedEnsemble) -> None:
+        version, key = hosted.version, id(hosted)
         if not self.pid or key in self._given or hosted.closing:
             return
-        self._given.add(key)
-        message, fds = hosted.arena.fds_for_front(self.front)
+        self._given[key] = version
+        message: dict[str, Any] = {"geometry": None}
+        fds: list[int] = []
+        if isinstance(hosted, LoadedPart):
+            message, fds = hosted.arena.fds_for_front(self.front)
         message |= {
             "op": "open",
             "id": key,
+            "version": id(version),
+            "relayed": isinstance(hosted, LoadedEnsemble) or hosted.relayed,
             "model": version.model,
             "number": version.number,
             "folder": str(version.folder),
@@ -360,7 +380,7 @@ class FrontLink:
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
             "load_s": counters_of(version).load_s,
-            "on_device": hosted.queue.on_device,
+            "on_device": isinstance(hosted, LoadedPart) and hosted.queue.on_device,
             "cached": CachedScheduler.number_of(version),
             "text": msgspec.to_builtins(version.text),
         }
@@ -409,7 +429,10 @@ class FrontLink:
             self.tell(told)
 
     def _end(self, words: str) -> None:
-        self._given, self._listening = set(), False
+        if self.desk is not None:
+            self.desk.close()
+            self.desk = None
+        self._given, self._listening = {}, False
         for (answer, _), future in self._waiting.items():
             if future.done():
                 continue

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,9 @@ import uvloop
 from fastserve.codec.text import Info
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.counters import counters_of
-from fastserve.engine.engine import SCHEDULER, Engine, Scheduler
+from fastserve.engine.engine import SCHEDULER, Engine, Scheduler, find_scheduler
+from fastserve.engine.relay.channel import CHANNEL_FDS, RelayChannel
+from fastserve.engine.relay.client import RelayClient, RelayScheduler
 from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
 from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
 from fastserve.metrics import Readiness, Registry
@@ -48,10 +51,21 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 
+# Descriptors of `start`: the memory of metrics, those of the relay channel, inboxes of connections.
+RELAY_END = 1 + CHANNEL_FDS
+
 # The owner pings every two seconds: one that is silent for so long hangs. Time counts as our own loop turns.
 OWNER_SILENT_S = 10.0
 
 OWNER_SILENT = "the server's first process gives no sign of life"
+
+
+@dataclass
+class FollowedVersion:
+    """A version of the owner's as this process serves it, and its queues by the ids of its parts."""
+
+    version: Version
+    queues: dict[int, BatchQueue] = field(default_factory=dict)
 
 
 class FrontProcess:
@@ -63,7 +77,8 @@ class FrontProcess:
         self._draining = False
         self._control = control
         self._catalog = Catalog()
-        self._opened: dict[int, tuple[Version, BatchQueue, Arena]] = {}
+        self._versions: dict[int, FollowedVersion] = {}  # by the owner's id
+        self._parts: dict[int, int] = {}  # id of each opened part -> id of its version
         self._front: Front | None = None
         self._number = 0
         self._start: dict[str, Any] = {}
@@ -102,7 +117,7 @@ class FrontProcess:
         elif op == "open":
             self._open(message, fds)
         elif op == "catalog":
-            apply_catalog(self._catalog, message, {key: opened[0] for key, opened in self._opened.items()})
+            apply_catalog(self._catalog, message, {key: one.version for key, one in self._versions.items()})
         elif op == "ready" and self._front is not None:
             self._told = msgspec.convert(message["readiness"], Readiness, strict=False)
             self._show_readiness()
@@ -147,8 +162,10 @@ class FrontProcess:
         log_uncaught()
         registry = Registry(sections=settings.front_count, section=self._number, fd=fds[0])
         self._loads = RemoteModelControl(settings.model_control == "explicit", self._control.send)
-        balancer = AcceptBalancer(self._number, settings.front_count, fds[1:])
+        self._relay = RelayClient(RelayChannel.join(message["relay"], fds[1:RELAY_END]))
+        balancer = AcceptBalancer(self._number, settings.front_count, fds[RELAY_END:])
         self._front = Front(settings, Engine(self._catalog), registry, self._loads, balancer=balancer)
+        self._relay.open()
         self._front.custom_metrics = lambda: self._custom_metrics
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
         self._front.state.add(CachePart.NAME, CachePart(None, self._open_cache))
@@ -164,26 +181,41 @@ class FrontProcess:
         self._control.send({"op": "note", "part": part, "content": json.dumps(content)})
 
     def _open(self, message: dict[str, Any], fds: list[int]) -> None:
-        assert self._front is not None
+        followed = self._versions.get(message["version"]) or self._follow(message)
+        self._parts[message["id"]] = message["version"]
+        if message["geometry"] is not None:
+            queue = self._open_queue(followed.version, Arena.join(message, fds))
+            queue.on_device = message["on_device"]
+            followed.queues[message["id"]] = queue
+        if not message["relayed"]:
+            inner = simple_scheduler(followed.queues[message["id"]])
+            SCHEDULER.put(followed.version, self._cached(followed.version, inner, message["cached"]))
+        self._control.send({"op": "opened", "id": message["id"]})
+
+    def _follow(self, message: dict[str, Any]) -> FollowedVersion:
+        """Make the version that a part is opened of for the first time."""
         version = Version(
             message["model"], message["number"], Path(message["folder"]), load_config_json(message["config"])
         )
         version.describe(_read_specs(message["inputs"]), _read_specs(message["outputs"]))
-        arena = Arena.join(message, fds)
+        if message["text"] is not None:
+            version.text = msgspec.convert(message["text"], Info)
+        counters_of(version).load_s = float(message["load_s"])
+        if message["relayed"]:
+            SCHEDULER.put(version, RelayScheduler(self._relay, message["version"]))
+        followed = self._versions[message["version"]] = FollowedVersion(version)
+        return followed
+
+    def _open_queue(self, version: Version, arena: Arena) -> BatchQueue:
+        """Open a queue of the version; of a relayed one only its counters are read here."""
+        assert self._front is not None
         geometry = arena.geometry
         metrics = QueueMetrics(
             self._front.registry, version.model, version.number, geometry.max_delay_ns, geometry.max_rows
         )
         queue = open_queue(arena, self._number, version.inputs, version.outputs, metrics)
-        queue.on_device = message["on_device"]
-        SCHEDULER.put(version, self._cached(version, simple_scheduler(queue), message["cached"]))
-        if message["text"] is not None:
-            version.text = msgspec.convert(message["text"], Info)
-        counters = counters_of(version)
-        counters.queues.append(queue)
-        counters.load_s = float(message["load_s"])
-        self._opened[message["id"]] = version, queue, arena
-        self._control.send({"op": "opened", "id": message["id"]})
+        counters_of(version).queues.append(queue)
+        return queue
 
     def _cached(self, version: Version, inner: Scheduler, number: int | None) -> Scheduler:
         """Put the cache before a scheduler, where the version has one; `number` is of its keys."""
@@ -205,13 +237,19 @@ class FrontProcess:
         self._control.send({"op": "listening", "id": 0})
 
     async def _close(self, message: dict[str, Any]) -> None:
-        version, queue, arena = self._opened.pop(message["id"])
-        while queue.waiting or queue.unreleased:
+        key = self._parts.pop(message["id"])
+        version, queue = self._versions[key].version, self._versions[key].queues.pop(message["id"], None)
+        while queue is not None and (queue.waiting or queue.unreleased):
             await queue.drain()
-        SCHEDULER.drop(version)
-        queue.close()
-        counters_of(version).close(queue)
-        arena.close()
+        if (scheduler := find_scheduler(version)) is not None:
+            await scheduler.drain()
+            SCHEDULER.drop(version)
+        if queue is not None:
+            queue.close()
+            counters_of(version).close(queue)
+            queue.arena.close()
+        if key not in self._parts.values():
+            self._versions.pop(key, None)
         self._control.send({"op": "closed", "id": message["id"]})
 
     async def _drain(self, message: dict[str, Any]) -> None:

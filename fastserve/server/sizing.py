@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fastserve.engine.schedulers.schedule import check_schedule
-from fastserve.errors import ServeError
 from fastserve.repository.layout import Layout, ModelFolder
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import wanted_versions
@@ -39,7 +37,7 @@ def size_fronts(settings: Settings, cores: int | None = None) -> FrontCount:
     if settings.frontends != "auto":
         return FrontCount(settings)
     folders = _find_models(settings)
-    needs_one = _needs_one(settings, folders)
+    needs_one = _needs_one(settings)
     if needs_one:
         return _count(settings, 1, f"{needs_one} is kept in one")
     cores = usable_cores() if cores is None else cores
@@ -97,21 +95,8 @@ def _find_models(settings: Settings) -> list[ModelFolder]:
     ]
 
 
-def _needs_one(settings: Settings, folders: Iterable[ModelFolder]) -> str:
-    """Return the setting or model that one front process alone can serve; "" for none."""
+def _needs_one(settings: Settings) -> str:
+    """Return the setting that one front process alone can serve; "" for none."""
     if settings.in_process:
         return "in_process"
-    if settings.triton.trace_config:
-        return "triton.trace_config"
-    if settings.rate_limit != "off":
-        return "rate_limit"
-    for folder in folders:
-        config = _config(folder)
-        if config.options.ensemble is not None:
-            return f"the ensemble {folder.name}"
-        cached = config.options.cached and settings.response_cache_bytes > 0
-        try:
-            check_schedule(config, 2, cached=cached)
-        except ServeError:
-            return f"the order of requests for {folder.name}"
-    return ""
+    return "triton.trace_config" if settings.triton.trace_config else ""

@@ -46,14 +46,13 @@ class Schedule:
     def __init__(
         self,
         version: Version,
-        fronts: int = 1,
         cache: ResponseCache | None = None,
         limiter: RateLimiter | None = None,
     ) -> None:
         """Raises ServeError INVALID_ARGUMENT for what cannot be scheduled so."""
         config, options = version.config, version.config.options
         self._cache = cache if options.cached else None
-        check_schedule(config, fronts, cached=self._cache is not None)
+        check_schedule(config, cached=self._cache is not None)
         if self._cache is None and options.cached:
             log.warning("%r: response_cache.enable has no effect: response_cache_bytes is 0", version)
         for field in options.idle:
@@ -63,12 +62,17 @@ class Schedule:
         self._needs = needs_of(options.needs) if limiter else Needs()
         self._queue = read_queue(config, limited=bool(self._needs.resources))
         if self._needs.resources:
-            _check_limited(options, fronts)
+            _check_limited(options)
         self.extras: SequenceInputs | None = None
         if options.sequences is not None:
             self.extras = open_sequence_inputs(
                 options.sequences, version.folder.parent, batching=version.config.batching
             )
+
+    @property
+    def relayed(self) -> bool:
+        """Whether the owner decides what runs next, so that other front processes relay requests to it."""
+        return self.extras is not None or self._queue is not None
 
     @property
     def queues(self) -> int:
@@ -125,7 +129,7 @@ def open_queue(arena: Arena, front: int, inputs: Specs, outputs: Specs, metrics:
 
 
 def simple_scheduler(queue: BatchQueue) -> Scheduler:
-    """Return the default scheduler of a queue; the only kind there is with several front processes."""
+    """Return the default scheduler of a queue, which each front process has for itself."""
     return TextScheduler(queue) if isinstance(queue, TextQueue) else PlainScheduler(queue)
 
 
@@ -141,33 +145,28 @@ def read_queue(config: ModelConfig, *, limited: bool = False) -> tuple[PriorityL
     )
 
 
-def check_schedule(config: ModelConfig, fronts: int, *, cached: bool = False) -> None:
-    """Raise ServeError INVALID_ARGUMENT for scheduling that this server, or `fronts` processes, cannot do."""
+def check_schedule(config: ModelConfig, *, cached: bool = False) -> None:
+    """Raise ServeError INVALID_ARGUMENT for scheduling that this server cannot do."""
     options = config.options
-    asked = _needs_one_front(config)
-    if asked and fronts > 1:
-        raise invalid(
-            f"{asked} is kept in one front process: frontends: given {fronts}, allowed: 1 with this model"
-        )
-    asked = asked or ("response_cache" if cached else "")
+    asked = _answers_once(config, cached=cached)
     if asked and options.decoupled:
         raise invalid(f"{asked}: model_transaction_policy.decoupled: given true, allowed: false with this")
     if cached and options.sequences is not None:
         raise invalid("response_cache: answers of a sequence depend on more than the request")
 
 
-def _check_limited(options: Options, fronts: int) -> None:
-    if fronts > 1 or options.decoupled or options.sequences is not None:
+def _check_limited(options: Options) -> None:
+    if options.decoupled or options.sequences is not None:
         raise invalid(
-            "instance_group.rate_limiter: with rate_limit execution_count not for several frontends, "
-            "decoupled models or sequences"
+            "instance_group.rate_limiter: with rate_limit execution_count not for decoupled models "
+            "or sequences"
         )
 
 
-def _needs_one_front(config: ModelConfig) -> str:
-    """Return the option that needs all requests in one front process; "" for none."""
+def _answers_once(config: ModelConfig, *, cached: bool) -> str:
+    """Return the option whose scheduler answers each request once; "" for none."""
     if config.options.sequences is not None:
         return "sequence_batching"
     if read_queue(config) is not None:
         return "dynamic_batching with levels, policies, sizes or kept order"
-    return ""
+    return "response_cache" if cached else ""

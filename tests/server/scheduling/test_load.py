@@ -29,6 +29,7 @@ SHORT = [(4, 0.1, HttpCaller), (5, 0.1, HttpCaller), (16, 0.05, HttpCaller), (64
 GRPC = [(4, 0.1, GrpcCaller), (16, 0.05, GrpcCaller)]
 BOTH_WAYS = ("direct_2", "levels_2", "plain_1", "ragged_2")
 LONG_S, KILL_S = 2.0, 0.5
+SEVERAL_FRONTS = ("--frontends", "3")
 # While no worker lives a request is kept so long; one that waits for longer has been forgotten.
 KILLED_LIMIT_S = NO_WORKER_LIMIT_S + LIMIT_S
 BACK_S = 30.0
@@ -38,6 +39,18 @@ CASES = [(backend, model) for backend, models in MODELS.items() for model in mod
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with start(tmp_path_factory.mktemp("triton"), "triton") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def triton_fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(tmp_path_factory.mktemp("triton"), "triton", *SEVERAL_FRONTS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def onnx_fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with start(tmp_path_factory.mktemp("onnx"), "onnx", *SEVERAL_FRONTS) as running:
         yield running
 
 
@@ -55,7 +68,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def start(folder: Path, backend: str, *options: str) -> Running:
     write_repository(folder / "models", backend)
-    cache = ("--response-cache-bytes", "1000000")
+    cache = () if SEVERAL_FRONTS[0] in options else ("--response-cache-bytes", "1000000")
     return Running(folder / "models", folder / "log", *cache, "--rate-limit", "execution_count", *options)
 
 
@@ -76,6 +89,16 @@ def load_all(served: Running, model: Loaded) -> None:
 @pytest.mark.parametrize("model", MODELS["triton"], ids=str)
 def test_models_that_see_requests(triton: Running, model: Loaded) -> None:
     load_all(triton, model)
+
+
+@pytest.mark.parametrize("model", MODELS["triton"], ids=str)
+def test_models_that_see_requests_behind_three_fronts(triton_fronts: Running, model: Loaded) -> None:
+    load_all(triton_fronts, model)
+
+
+@pytest.mark.parametrize("model", MODELS["onnx"], ids=str)
+def test_models_that_see_arrays_behind_three_fronts(onnx_fronts: Running, model: Loaded) -> None:
+    load_all(onnx_fronts, model)
 
 
 @pytest.mark.parametrize("model", MODELS["onnx"], ids=str)

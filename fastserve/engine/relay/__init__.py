@@ -1,0 +1,1 @@
+"""The relay: requests of other front processes on schedulers that only the owner has."""

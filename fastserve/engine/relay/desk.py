@@ -1,0 +1,149 @@
+"""The owner's side of the relay: runs the requests of one other front process on the owner's schedulers.
+
+A request's tensors are views of the front's memory; the scheduler copies them where its worker reads them.
+The response is copied into reply memory at once and its place in the arena released: a front that has
+stopped, or whose clients read slowly, holds nothing that other fronts wait for. Where reply memory is full
+the response waits ROOM_LIMIT_S, and then the request fails.
+
+Request memory of a request that was answered well is not read any more. One that failed or was cancelled
+may still be on its way into a batch, where its rows stay, unused: its memory is given back when its last
+view is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import Callable
+
+from fastserve.engine.batch_queue import version_gone
+from fastserve.engine.engine import Engine
+from fastserve.engine.relay.channel import RelayChannel, TicketKind, write_parts
+from fastserve.engine.relay.messages import Packed, pack_error, pack_response, unpack_request
+from fastserve.errors import Kind, ServeError, detach, internal
+from fastserve.repository.version import Version
+from fastserve.request import InferRequest
+from fastserve.util.offload import Offload
+
+log = logging.getLogger(__name__)
+
+ROOM_LOOK_S = 0.005  # the front releases reply memory without a word
+ROOM_LIMIT_S = 2.0
+
+NO_ROOM = "no room for {} bytes of outputs on their way to the front process (limits.memory_bytes)"
+
+FindVersion = Callable[[int], "Version | None"]
+
+
+class RelayDesk:
+    """Answers one front process. Everything runs on the event loop's thread."""
+
+    def __init__(self, channel: RelayChannel, engine: Engine, find: FindVersion) -> None:
+        self._channel, self._engine, self._find = channel, engine, find
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._views: dict[int, list[weakref.ref[memoryview]]] = {}  # of ended requests that may still be read
+        self._offload = Offload()
+
+    def open(self) -> None:
+        """Read the front's tickets on the running loop."""
+        self._channel.open(self._take)
+
+    def close(self) -> None:
+        """Cancel what runs for the front, which is gone, and drop its memory."""
+        self._channel.close()
+        for task in self._running.values():
+            task.cancel()
+
+    @property
+    def running(self) -> int:
+        """Number of requests under way, and of those whose memory may still be read."""
+        return len(self._running) + len(self._views)
+
+    def _take(self, kind: TicketKind, number: int, offset: int, _: bool) -> None:
+        if kind is TicketKind.REQUEST:
+            task = self._running[number] = asyncio.ensure_future(self._run(number, offset))
+            task.add_done_callback(lambda task: self._settle(number, task))
+        elif number in self._running:
+            self._running[number].cancel()
+
+    async def _run(self, number: int, offset: int) -> None:
+        """Run a request, and answer it whatever happens."""
+        request = InferRequest({})
+        try:
+            try:
+                key, request = unpack_request(self._channel.request_view(offset))
+                await self._respond(number, key, request)
+            except ServeError as fault:
+                await self._fail(number, detach(fault), request)
+            except Exception:  # a client of the front would wait for ever
+                log.exception("a relayed request failed")
+                await self._fail(number, internal("the request failed"), request)
+        except asyncio.CancelledError:
+            self._end(number, request)
+
+    def _settle(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._running[number]
+        if task.cancelled():  # before its first step
+            self._channel.send(TicketKind.END, number)
+
+    async def _respond(self, number: int, key: int, request: InferRequest) -> None:
+        version = self._find(key)
+        if version is None:
+            raise version_gone()
+        response = await self._engine.infer(version, request)
+        try:
+            await self._reply(number, pack_response(response, request.times), ROOM_LIMIT_S)
+        finally:
+            response.release()
+
+    async def _fail(self, number: int, error: ServeError, request: InferRequest) -> None:
+        await self._reply(number, pack_error(error), None, still_read=True)
+        self._end(number, request)
+
+    async def _reply(
+        self, number: int, packed: Packed, limit_s: float | None, *, still_read: bool = False
+    ) -> None:
+        parts, nbytes = packed
+        offset = await self._reserve(nbytes, limit_s)
+        try:
+            await self._offload(nbytes, write_parts, self._channel.reply_view(offset), parts, nbytes)
+        except BaseException:
+            self._channel.replies.release(offset)
+            raise
+        self._channel.send(TicketKind.ANSWER, number, offset, flag=still_read)
+
+    async def _reserve(self, nbytes: int, limit_s: float | None) -> int:
+        """Return the offset of reply memory as soon as there is some. Raises ServeError
+        RESOURCE_EXHAUSTED."""
+        offset = self._channel.reserve_reply(nbytes)
+        until = time.monotonic() + (limit_s or 0)
+        while not offset:
+            late = limit_s is not None and time.monotonic() >= until
+            if late or nbytes > self._channel.pool_size:
+                raise ServeError(Kind.RESOURCE_EXHAUSTED, NO_ROOM.format(nbytes))
+            await asyncio.sleep(ROOM_LOOK_S)
+            offset = self._channel.reserve_reply(nbytes)
+        return offset
+
+    def _end(self, number: int, request: InferRequest) -> None:
+        """Send END once no view of the request is left."""
+        loop = asyncio.get_running_loop()
+
+        def gone(_: object) -> None:  # on whatever thread drops the last reference
+            if self._channel.is_open:
+                loop.call_soon_threadsafe(self._view_gone, number)
+
+        views = [tensor.data for tensor in request.inputs.values()]
+        refs = [weakref.ref(view, gone) for view in views if isinstance(view, memoryview)]
+        if refs:
+            self._views[number] = refs
+        else:
+            self._channel.send(TicketKind.END, number)
+
+    def _view_gone(self, number: int) -> None:
+        refs = self._views.get(number)
+        if refs and not any(ref() is not None for ref in refs):
+            del self._views[number]
+            self._channel.send(TicketKind.END, number)
