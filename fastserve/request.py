@@ -23,6 +23,26 @@ class Lent:
     region: str = ""
 
 
+@dataclass(slots=True, eq=False)
+class BorrowedInputs:
+    """Counts the batches that read a request's inputs, where the inputs' memory is used again. A request that
+    has failed or was cancelled may still be on its way into a batch, where its rows stay, unused."""
+
+    readers: int = 0
+    on_unread: Callable[[], object] | None = None
+    """Called when the last reader has ended."""
+
+    def begin(self) -> None:
+        """A batch will read the inputs."""
+        self.readers += 1
+
+    def end(self) -> None:
+        """A batch does not read them any more."""
+        self.readers -= 1
+        if not self.readers and self.on_unread is not None:
+            self.on_unread()
+
+
 @dataclass(slots=True)
 class InferRequest:
     """One request for one loaded version.
@@ -35,6 +55,7 @@ class InferRequest:
     given as `times` is filled with the times of the request's batch, as BatchRing.times_ns returns them.
     `lent` and `placed` are inputs and outputs in client memory on a GPU, which workers read and write in
     place (engine/device_memory.py): `data` of such a tensor has the right size, but not the bytes.
+    `borrowed` is set where the inputs' memory is used again (engine/relay/).
     """
 
     inputs: dict[str, Tensor]
@@ -50,6 +71,7 @@ class InferRequest:
     times: list[int] | None = None
     lent: dict[str, Lent] = field(default_factory=dict)
     placed: dict[str, Lent] = field(default_factory=dict)
+    borrowed: BorrowedInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import numpy as np
 import uvloop
 import yaml
 
+from fastserve.engine.engine import Engine
 from fastserve.request import InferRequest
 from fastserve.server import Server
 from fastserve.server.front_pool import FrontLink
@@ -103,11 +104,17 @@ async def serving(folder: Path, **changes: Any) -> AsyncIterator[Served]:
         await server.drain(5)
 
 
+def open_engine(server: Server) -> Engine:
+    """Return the engine that `Served.engine` is; tests/server/scheduling replaces this function."""
+    return server.front.engine
+
+
 class Served:
-    """A server under test."""
+    """A server under test. `engine` takes requests that come over no network."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self.engine = open_engine(server)
         self.port = server.front.http[0].address[1]
         self.clients: list[Client] = []
 
@@ -122,7 +129,8 @@ class Served:
 
     def is_clean(self) -> bool:
         rings = [hosted.queue.ring for hosted in self.server.host.hosted.values()]
-        return all(ring.outstanding() == 0 and ring.slab_pages_used() == 0 for ring in rings)
+        clean = all(ring.outstanding() == 0 and ring.slab_pages_used() == 0 for ring in rings)
+        return clean and not any(getattr(self.engine, "holds", ()))
 
     async def until(self, true: Callable[[], object]) -> None:
         """Let the loop turn until something is so."""
@@ -150,6 +158,8 @@ class Served:
     def close(self) -> None:
         for client in self.clients:
             client.close()
+        if self.engine is not self.server.front.engine:
+            self.engine.close()
 
 
 class Client:
@@ -203,7 +213,7 @@ async def ask_one(at: Served, model: str, number: int) -> int:
     version = at.server.catalog.available(model)
     assert version is not None
     tensor = Tensor(DTYPES["int32"], (1, 1), np.array([number], np.int32).tobytes())
-    response = await at.server.front.engine.infer(version, InferRequest({"IN": tensor}))
+    response = await at.engine.infer(version, InferRequest({"IN": tensor}))
     found = int(np.frombuffer(response.outputs["OUT"].data, np.int32)[0])
     response.release()
     return found

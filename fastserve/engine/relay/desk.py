@@ -5,9 +5,8 @@ The response is copied into reply memory at once and its place in the arena rele
 stopped, or whose clients read slowly, holds nothing that other fronts wait for. Where reply memory is full
 the response waits ROOM_LIMIT_S, and then the request fails.
 
-Request memory of a request that was answered well is not read any more. One that failed or was cancelled
-may still be on its way into a batch, where its rows stay, unused: its memory is given back when its last
-view is gone.
+A request that failed or was cancelled may still be on its way into a batch, where its rows stay, unused. Its
+memory is given back when no batch reads it (BorrowedInputs).
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import weakref
 from collections.abc import Callable
+from functools import partial
 
 from fastserve.engine.batch_queue import version_gone
 from fastserve.engine.engine import Engine
 from fastserve.engine.relay.channel import RelayChannel, TicketKind, write_parts
 from fastserve.engine.relay.messages import Packed, pack_error, pack_response, unpack_request
-from fastserve.errors import Kind, ServeError, detach, internal
+from fastserve.errors import Kind, ServeError, internal
 from fastserve.repository.version import Version
-from fastserve.request import InferRequest
+from fastserve.request import BorrowedInputs
 from fastserve.util.offload import Offload
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class RelayDesk:
     def __init__(self, channel: RelayChannel, engine: Engine, find: FindVersion) -> None:
         self._channel, self._engine, self._find = channel, engine, find
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._views: dict[int, list[weakref.ref[memoryview]]] = {}  # of ended requests that may still be read
+        self._unread: set[int] = set()  # requests that have ended, and that a batch still reads
         self._offload = Offload()
 
     def open(self) -> None:
@@ -59,7 +58,7 @@ class RelayDesk:
     @property
     def running(self) -> int:
         """Number of requests under way, and of those whose memory may still be read."""
-        return len(self._running) + len(self._views)
+        return len(self._running) + len(self._unread)
 
     def _take(self, kind: TicketKind, number: int, offset: int, _: bool) -> None:
         if kind is TicketKind.REQUEST:
@@ -70,25 +69,26 @@ class RelayDesk:
 
     async def _run(self, number: int, offset: int) -> None:
         """Run a request, and answer it whatever happens."""
-        request = InferRequest({})
+        borrowed = BorrowedInputs()
         try:
             try:
-                key, request = unpack_request(self._channel.request_view(offset))
-                await self._respond(number, key, request)
+                await self._respond(number, offset, borrowed)
             except ServeError as fault:
-                await self._fail(number, detach(fault), request)
+                await self._fail(number, fault, borrowed)
             except Exception:  # a client of the front would wait for ever
                 log.exception("a relayed request failed")
-                await self._fail(number, internal("the request failed"), request)
+                await self._fail(number, internal("the request failed"), borrowed)
         except asyncio.CancelledError:
-            self._end(number, request)
+            self._end(number, borrowed)
 
     def _settle(self, number: int, task: asyncio.Task[None]) -> None:
         del self._running[number]
         if task.cancelled():  # before its first step
             self._channel.send(TicketKind.END, number)
 
-    async def _respond(self, number: int, key: int, request: InferRequest) -> None:
+    async def _respond(self, number: int, offset: int, borrowed: BorrowedInputs) -> None:
+        key, request = unpack_request(self._channel.request_view(offset))
+        request.borrowed = borrowed
         version = self._find(key)
         if version is None:
             raise version_gone()
@@ -98,9 +98,10 @@ class RelayDesk:
         finally:
             response.release()
 
-    async def _fail(self, number: int, error: ServeError, request: InferRequest) -> None:
-        await self._reply(number, pack_error(error), None, still_read=True)
-        self._end(number, request)
+    async def _fail(self, number: int, error: ServeError, borrowed: BorrowedInputs) -> None:
+        await self._reply(number, pack_error(error), None, still_read=borrowed.readers > 0)
+        if borrowed.readers:
+            self._end(number, borrowed)
 
     async def _reply(
         self, number: int, packed: Packed, limit_s: float | None, *, still_read: bool = False
@@ -127,23 +128,15 @@ class RelayDesk:
             offset = self._channel.reserve_reply(nbytes)
         return offset
 
-    def _end(self, number: int, request: InferRequest) -> None:
-        """Send END once no view of the request is left."""
-        loop = asyncio.get_running_loop()
-
-        def gone(_: object) -> None:  # on whatever thread drops the last reference
-            if self._channel.is_open:
-                loop.call_soon_threadsafe(self._view_gone, number)
-
-        views = [tensor.data for tensor in request.inputs.values()]
-        refs = [weakref.ref(view, gone) for view in views if isinstance(view, memoryview)]
-        if refs:
-            self._views[number] = refs
+    def _end(self, number: int, borrowed: BorrowedInputs) -> None:
+        """Send END once no batch reads the request."""
+        end = partial(self._send_end, number)
+        if borrowed.readers:
+            self._unread.add(number)
+            borrowed.on_unread = end
         else:
-            self._channel.send(TicketKind.END, number)
+            end()
 
-    def _view_gone(self, number: int) -> None:
-        refs = self._views.get(number)
-        if refs and not any(ref() is not None for ref in refs):
-            del self._views[number]
-            self._channel.send(TicketKind.END, number)
+    def _send_end(self, number: int) -> None:
+        self._unread.discard(number)
+        self._channel.send(TicketKind.END, number)

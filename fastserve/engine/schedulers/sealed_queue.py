@@ -195,6 +195,8 @@ class SealedBatch:
         self._finished, self._open = finished, len(members)
         for member in members:
             member.cancel = partial(self.left.append, member)
+            if member.request.borrowed is not None:
+                member.request.borrowed.begin()
 
     def end(self, member: BatchMember, answer: MemberAnswer | None, error: ServeError | None) -> None:
         """The member was answered or failed; with neither it was given up."""
@@ -207,6 +209,8 @@ class SealedBatch:
             log.exception("an answer could not be delivered")
             self._fail(member, answer)
         finally:
+            if member.request.borrowed is not None:
+                member.request.borrowed.end()
             self._open -= 1
             if not self._open:
                 self._finished()

@@ -12,11 +12,10 @@ import pytest
 from fastserve.errors import ServeError
 from fastserve.repository.version import VersionState
 from fastserve.request import InferRequest
-from fastserve.server import Server
-from fastserve.settings import Settings
 from fastserve.tensor import DTYPES, Tensor
-from tests.server.rig import HOLD, release, run, seen, serving, write_model
+from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
+RELAYED = True
 STEP = """
 { model_name: "%s" model_version: -1
   input_map { key: "x" value: "%s" } output_map { key: "y" value: "%s" } }
@@ -40,10 +39,10 @@ def request(*numbers: float) -> InferRequest:
     return InferRequest({"x": Tensor(DTYPES["float32"], (1, 2), np.array(numbers, np.float32).tobytes())})
 
 
-async def ask(server: Server, name: str, *numbers: float) -> list[float]:
-    version = server.catalog.available(name)
+async def ask(at: Served, name: str, *numbers: float) -> list[float]:
+    version = at.server.catalog.available(name)
     assert version is not None
-    response = await server.front.engine.infer(version, request(*numbers))
+    response = await at.engine.infer(version, request(*numbers))
     try:
         return list(np.frombuffer(response.outputs["y"].data, np.float32))
     finally:
@@ -58,9 +57,9 @@ def test_an_ensemble_follows_its_models(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path) as at:
             server = at.server
-            assert await ask(server, "ens", 1.0, 2.0) == [5.0, 9.0]
+            assert await ask(at, "ens", 1.0, 2.0) == [5.0, 9.0]
             assert server.host.alive(server.catalog.available("ens")) == 1
-            held = asyncio.ensure_future(ask(server, "ens", HOLD, 1.0))
+            held = asyncio.ensure_future(ask(at, "ens", HOLD, 1.0))
             await at.until(lambda: len(seen(tmp_path)) == 3)
             going = asyncio.ensure_future(server.repository.unload("other"))
             await at.until(lambda: server.catalog.available("ens") is None)
@@ -73,7 +72,7 @@ def test_an_ensemble_follows_its_models(tmp_path: Path) -> None:
             assert ens.error.message == "ensemble 'ens' depends on 'other' which has no loaded version"
             await server.repository.load("other")
             await at.until(lambda: server.catalog.available("ens") is not None)
-            assert await ask(server, "ens", 1.0, 2.0) == [5.0, 9.0]
+            assert await ask(at, "ens", 1.0, 2.0) == [5.0, 9.0]
 
     run(work())
 
@@ -88,7 +87,7 @@ def test_loading_an_ensemble_loads_its_models(tmp_path: Path, at_start: bool) ->
         async with serving(tmp_path, load_models=("ens",) if at_start else ()) as at:
             if not at_start:
                 await at.server.repository.load("ens")
-            assert await ask(at.server, "ens", 1.0, 2.0) == [4.0, 8.0]
+            assert await ask(at, "ens", 1.0, 2.0) == [4.0, 8.0]
             assert at.server.catalog.available("apart") is None
 
     run(work())
@@ -107,7 +106,7 @@ def test_unloading_an_ensemble_with_its_models_leaves_those_others_serve_with(tm
             catalog = at.server.catalog
             await at.server.repository.unload("ens", composing=True)
             assert catalog.available("other") is None
-            assert await ask(at.server, "second", 1.0, 2.0) == [2.0, 4.0]
+            assert await ask(at, "second", 1.0, 2.0) == [2.0, 4.0]
             await at.server.repository.unload("second")
             assert catalog.available("twice") is not None
             await at.server.repository.load("ens")
@@ -171,16 +170,5 @@ def test_an_ensemble_that_cannot_be(tmp_path: Path, steps: Any, text: str) -> No
         with pytest.raises(ServeError, match=text):
             async with serving(tmp_path):
                 pass
-
-    run(work())
-
-
-def test_several_fronts_refuse_ensembles(tmp_path: Path) -> None:
-    write_ensemble(tmp_path, (("twice", "x", "y"),))
-    write_model(tmp_path, "twice")
-
-    async def work() -> None:
-        with pytest.raises(ServeError, match="frontends: given 2, allowed: 1"):
-            await Server(Settings(repository=str(tmp_path), http=(), grpc=(), frontends=2)).open()
 
     run(work())

@@ -13,6 +13,7 @@ from fastserve.request import InferRequest
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import Served, run, serving
 
+RELAYED = True
 CONFIG = """
 backend: "python"
 max_batch_size: 1
@@ -47,7 +48,7 @@ async def ask(at: Served, number: int, order: list[int], priority: int = 0, time
     assert version is not None
     tensor = Tensor(DTYPES["int32"], (1, 1), np.array([number], np.int32).tobytes())
     request = InferRequest({"IN": tensor}, priority=priority, timeout_us=timeout_us)
-    response = await at.server.front.engine.infer(version, request)
+    response = await at.engine.infer(version, request)
     order.append(int(np.frombuffer(response.outputs["OUT"].data, np.int32)[0]))
     response.release()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.server.rig import ask_one, run, serving
 
+RELAYED = True
 CONFIG = """
 backend: "python"
 max_batch_size: 1

@@ -27,6 +27,7 @@ from fastserve.workers.group import WorkerGroup
 from tests.server.rig import Served, run, serving
 from tests.server.scheduling.test_sequences import CONFIG, SOURCE, say, write_seq
 
+RELAYED = True
 IDLE_S = 1.0  # what is said next may wait for a core
 HOLDS = """
     def execute(self, requests):

@@ -11,11 +11,10 @@ import pytest
 
 from fastserve.errors import Kind, ServeError
 from fastserve.request import InferRequest
-from fastserve.server import Server
-from fastserve.settings import Settings
 from fastserve.tensor import DTYPES, Tensor
 from tests.server.rig import Served, run, serving
 
+RELAYED = True
 # Sums up what each sequence sends: by id in the process, and in a state the server carries.
 SOURCE = """
 import os
@@ -75,7 +74,7 @@ async def say(at: Served, id: int, number: int, **flags: Any) -> list[int]:
     assert version is not None
     data = np.array([number], np.int32).tobytes()
     request = InferRequest({"IN": Tensor(DTYPES["int32"], (1, 1), data)}, sequence_id=id, **flags)
-    response = await at.server.front.engine.infer(version, request)
+    response = await at.engine.infer(version, request)
     try:
         assert list(response.outputs) == ["OUT"]
         return np.frombuffer(response.outputs["OUT"].data, np.int32).tolist()
@@ -123,16 +122,6 @@ def test_a_worker_that_dies_takes_its_sequences_along(tmp_path: Path) -> None:
             assert version is not None
             await at.until(lambda: at.server.host.alive(version) == 2)
             assert (await say(at, 1, 9, sequence_start=True))[:2] == [9, 9]
-
-    run(work())
-
-
-def test_several_fronts_refuse_sequences(tmp_path: Path) -> None:
-    write_seq(tmp_path)
-
-    async def work() -> None:
-        with pytest.raises(ServeError, match="sequence_batching is kept in one front process: frontends"):
-            await Server(Settings(repository=str(tmp_path), http=(), grpc=(), frontends=2)).open()
 
     run(work())
 
