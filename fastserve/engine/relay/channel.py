@@ -155,13 +155,17 @@ class RelayChannel:
         return self._whole[self._replies_at + offset :]
 
     def _trim(self) -> None:
-        """Give back the pages of our pool that nothing has used since the look before, in a thread: half a
-        gigabyte takes 0.1 s."""
+        """Give back the pages of our pool that nothing has used since the look before."""
         assert self._loop is not None
         self._trimming = self._loop.call_later(TRIM_S, self._trim)
         if self._untrimmed:
             self._untrimmed -= 1
-            self._loop.run_in_executor(None, self._own_pool.trim, POOL_OWNER)
+            self._loop.run_in_executor(None, self._trim_pool)
+
+    def _trim_pool(self) -> None:
+        """Trim in a thread, as half a gigabyte takes 0.1 s. What is in use will be free at a later look."""
+        if self._own_pool.trim(POOL_OWNER) or self._own_pool.used():
+            self._untrimmed = TRIM_LOOKS
 
     # --- tickets
 
