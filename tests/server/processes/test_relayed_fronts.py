@@ -166,8 +166,9 @@ def test_a_client_that_leaves_a_front_frees_its_slot(tmp_path: Path, monkeypatch
 def test_a_front_that_ends_or_stops_holds_nothing_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: signal.Signals
 ) -> None:
-    """Its sequence keeps the only slot while it lives, as that of a client who is silent does."""
-    write_one_slot(tmp_path, monkeypatch, slots=1 if how is signal.SIGKILL else 2)
+    """Its sequence keeps its slot while the front lives, as that of a client who is silent does."""
+    killed = how is signal.SIGKILL
+    write_one_slot(tmp_path, monkeypatch, slots=1 if killed else 2)
     flags = {"sequence_start": True, "sequence_end": True}
 
     async def work() -> None:
@@ -176,52 +177,24 @@ def test_a_front_that_ends_or_stops_holds_nothing_of_the_others(
             assert (await infer(clients[1], "seq", 5, sequence_id=1, sequence_start=True))[:2] == [5, 5]
             held = asyncio.ensure_future(infer(clients[1], "seq", 0, sequence_id=1))
             await at.until((tmp_path / "held").exists)
-            victim = at.links[0].pid
+            victim, slots = at.links[0].pid, scheduler_of(at).sequences
             os.kill(victim, how)
-            if how is signal.SIGKILL:  # what it had asked is cancelled, and its sequence ends with that
-                await at.until(lambda: scheduler_of(at).sequences.outstanding == 0)
+            if killed:  # what it had asked is cancelled, and its sequence ends with that
+                await at.until(lambda: slots.outstanding == 0)
             waits = asyncio.ensure_future(infer(others[2], "seq", 2, sequence_id=2, **flags))
-            outstanding = 1 if how is signal.SIGKILL else 2
-            await at.until(lambda: scheduler_of(at).sequences.outstanding == outstanding)
-            (tmp_path / "go").touch()
-            assert (await waits)[:2] == [3, 3]
-            await at.until(lambda: relayed(at) == 0)
-
-    run(work())
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-def test_a_front_that_ends_or_stops_holds_nothing_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: signal.Signals
-) -> None:
-    """Its sequence keeps the only slot while it lives, as that of a client who is silent does."""
-    write_one_slot(tmp_path, monkeypatch, slots=1 if how is signal.SIGKILL else 2)
-    flags = {"sequence_start": True, "sequence_end": True}
-
-    async def work() -> None:
-        async with serving(tmp_path, frontends=3) as at:
-            clients, others = await connect_to_each(at, 3), await connect_to_each(at, 3)
-            assert (await infer(clients[1], "seq", 5, sequence_id=1, sequence_start=True))[:2] == [5, 5]
-            held = asyncio.ensure_future(infer(clients[1], "seq", 0, sequence_id=1))
-            await at.until((tmp_path / "held").exists)
-            victim = at.links[0].pid
-            os.kill(victim, how)
-            waits = asyncio.ensure_future(infer(others[2], "seq", 2, sequence_id=2, **flags))
-            await at.until(
-                lambda: scheduler_of(at).sequences.outstanding == (1 if how is signal.SIGKILL else 2)
-            )
+            await at.until(lambda: slots.outstanding == (1 if killed else 2))
             (tmp_path / "go").touch()
             assert (await waits)[:2] == [2, 2]
-            if how is signal.SIGSTOP:
+            if killed:
+                await asyncio.gather(held, return_exceptions=True)
+                assert "START flag" in await infer(clients[2], "seq", 1, sequence_id=1)
+                await at.until(lambda: at.links[0].pid not in (0, victim) and at.links[0]._listening)
+                again = await connect_to_each(at, 3)
+                assert (await infer(again[1], "seq", 4, sequence_id=9, **flags))[:2] == [4, 4]
+            else:
                 os.kill(victim, signal.SIGCONT)
                 assert (await held)[:2] == [5, 5]
                 assert (await infer(clients[1], "seq", 1, sequence_id=1, sequence_end=True))[:2] == [6, 6]
-            else:
-                await asyncio.gather(held, return_exceptions=True)
-                assert "START flag" in await infer(clients[2], "seq", 1, sequence_id=1)
-                await at.until(lambda: at.links[0].pid not in (0, victim) and at.links[0]._given)
-                again = await connect_to_each(at, 3)
-                assert (await infer(again[1], "seq", 4, sequence_id=9, **flags))[:2] == [4, 4]
             await at.until(lambda: relayed(at) == 0)
 
     run(work())
