@@ -28,7 +28,7 @@ Packed = tuple[Parts, int]
 """Parts of a message in order, and its size."""
 
 
-class ErrorForm(msgspec.Struct, array_like=True, gc=False):
+class RelayedError(msgspec.Struct, array_like=True, gc=False):
     """A ServeError. `sort`: 0 any, 1 a ModelError, 2 a DeadlineError before it ran, 3 one later."""
 
     sort: int
@@ -36,10 +36,10 @@ class ErrorForm(msgspec.Struct, array_like=True, gc=False):
     reason: int
     message: str
     retry_after_s: float | None
-    step: ErrorForm | None
+    step: RelayedError | None
 
 
-class RequestHead(msgspec.Struct, array_like=True, gc=False):
+class RelayedRequest(msgspec.Struct, array_like=True, gc=False):
     """A request without its tensors' bytes. `version` is the owner's id of it; `flags`: 1 starts a
     sequence, 2 ends it, 4 asks for the times of its batch."""
 
@@ -55,25 +55,25 @@ class RequestHead(msgspec.Struct, array_like=True, gc=False):
     parameters: dict[str, Any]
 
 
-class ReplyHead(msgspec.Struct, array_like=True, gc=False):
+class RelayedReply(msgspec.Struct, array_like=True, gc=False):
     """A response without its tensors' bytes, or the error in its place."""
 
     tensors: list[TensorHead]
     parameters: dict[str, Any]
     times: list[int]
-    error: ErrorForm | None
+    error: RelayedError | None
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_read_request = msgspec.msgpack.Decoder(RequestHead).decode
-_read_reply = msgspec.msgpack.Decoder(ReplyHead).decode
+_read_request = msgspec.msgpack.Decoder(RelayedRequest).decode
+_read_reply = msgspec.msgpack.Decoder(RelayedReply).decode
 
 
 def pack_request(version: int, request: InferRequest) -> Packed:
     """Return the parts of a request. Raises ServeError INVALID_ARGUMENT for parameters that are no plain
     values."""
     flags = request.sequence_start | request.sequence_end << 1 | (request.times is not None) << 2
-    head = RequestHead(
+    head = RelayedRequest(
         version,
         _heads_of(request.inputs.items()),
         request.outputs,
@@ -115,13 +115,13 @@ def unpack_request(memory: memoryview) -> tuple[int, InferRequest]:
 def pack_response(response: InferResponse, times: list[int] | None) -> Packed:
     """Return the parts of a response."""
     told = list(response.in_order())
-    head = ReplyHead(_heads_of(told), response.parameters, times or [], None)
+    head = RelayedReply(_heads_of(told), response.parameters, times or [], None)
     return _lay_out(_encode(head), [tensor.data for _, tensor in told])
 
 
 def pack_error(error: ServeError) -> Packed:
     """Return the parts of an error."""
-    return _lay_out(_encode(ReplyHead([], {}, [], _write_error(error))), [])
+    return _lay_out(_encode(RelayedReply([], {}, [], _write_error(error))), [])
 
 
 def unpack_reply(memory: memoryview) -> tuple[InferResponse, list[int]]:
@@ -167,16 +167,16 @@ def _tensors_of(memory: memoryview, at: int, heads: list[TensorHead]) -> list[tu
     return found
 
 
-def _write_error(error: ServeError) -> ErrorForm:
+def _write_error(error: ServeError) -> RelayedError:
     sort = int(isinstance(error, ModelError))
     if isinstance(error, DeadlineError):
         sort = 2 if error.queued else 3
     step = None if error.step is None else _write_error(error.step)
     message = error.message.encode("utf-8", "replace").decode()
-    return ErrorForm(sort, error.kind.value, error.reason.value, message, error.retry_after_s, step)
+    return RelayedError(sort, error.kind.value, error.reason.value, message, error.retry_after_s, step)
 
 
-def _read_error(form: ErrorForm) -> ServeError:
+def _read_error(form: RelayedError) -> ServeError:
     kind, reason = Kind(form.kind), Reason(form.reason)
     error: ServeError
     if form.sort == 1:
