@@ -28,6 +28,7 @@ class BorrowedInputs:
     """Counts the batches that read a request's inputs, where the inputs' memory is used again. A request that
     has failed or was cancelled may still be on its way into a batch, where its rows stay, unused."""
 
+    tensors: Sequence[Tensor] = ()
     readers: int = 0
     on_unread: Callable[[], object] | None = None
     """Called when the last reader has ended."""
@@ -41,6 +42,11 @@ class BorrowedInputs:
         self.readers -= 1
         if not self.readers and self.on_unread is not None:
             self.on_unread()
+
+    def drop(self) -> None:
+        """Drop the views of the memory, however long the request itself is still referred to."""
+        for tensor in self.tensors:
+            tensor.data = b""
 
 
 @dataclass(slots=True)

@@ -80,6 +80,9 @@ class RelayDesk:
                 await self._fail(number, internal("the request failed"), borrowed)
         except asyncio.CancelledError:
             self._end(number, borrowed)
+        finally:
+            if not borrowed.readers:
+                borrowed.drop()
 
     def _settle(self, number: int, task: asyncio.Task[None]) -> None:
         del self._running[number]
@@ -88,7 +91,7 @@ class RelayDesk:
 
     async def _respond(self, number: int, offset: int, borrowed: BorrowedInputs) -> None:
         key, request = unpack_request(self._channel.request_view(offset))
-        request.borrowed = borrowed
+        request.borrowed, borrowed.tensors = borrowed, tuple(request.inputs.values())
         version = self._find(key)
         if version is None:
             raise version_gone()
@@ -130,13 +133,13 @@ class RelayDesk:
 
     def _end(self, number: int, borrowed: BorrowedInputs) -> None:
         """Send END once no batch reads the request."""
-        end = partial(self._send_end, number)
         if borrowed.readers:
             self._unread.add(number)
-            borrowed.on_unread = end
+            borrowed.on_unread = partial(self._send_end, number, borrowed)
         else:
-            end()
+            self._send_end(number, borrowed)
 
-    def _send_end(self, number: int) -> None:
+    def _send_end(self, number: int, borrowed: BorrowedInputs) -> None:
+        borrowed.drop()
         self._unread.discard(number)
         self._channel.send(TicketKind.END, number)
