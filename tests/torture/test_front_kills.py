@@ -1,5 +1,5 @@
-"""Every scheduler at once behind three front processes, one of which is killed every five seconds: a client may
-lose its connection, and nothing else. No answer is wrong, another's, or missing.
+"""Every scheduler at once behind three front processes, one of which is killed every five seconds: a client
+may lose its connection, and nothing else. No answer is wrong, another's, or missing.
 """
 
 from __future__ import annotations
