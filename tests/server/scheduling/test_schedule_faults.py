@@ -190,6 +190,7 @@ def test_a_client_that_leaves_an_ensemble_stops_it_where_it_is(tmp_path: Path) -
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
+            await at.until(lambda: not any(getattr(at.engine, "holds", ())))  # until the owner knows
             release(tmp_path)
             assert await ask_ensemble(at, 1.0) == [5.0, 5.0]
             assert [2 * HOLD] not in seen(tmp_path), "the second step never ran for it"
