@@ -29,10 +29,11 @@ from enum import IntEnum
 from typing import Any
 
 from fastserve._ext.message_ring import MessageRing, ring_bytes
-from fastserve._ext.slab import PAGE_BYTES, SlabPool, copy_parts, pool_bytes
+from fastserve._ext.slab import PAGE_BYTES, SlabPool, pool_bytes
 from fastserve.util.rate_limited_log import run_all
 
 RING_TICKETS = 2048
+SLICE_BYTES = 1 << 20  # copied before another thread may have the interpreter
 CHANNEL_FDS = 3  # the memory and an eventfd for each side
 TRIM_S, TRIM_LOOKS = 5.0, 3
 POOL_OWNER = 1  # only one process allocates in each pool
@@ -226,7 +227,15 @@ def channel_bytes(pages: int, tickets: int) -> int:
 
 def write_parts(room: memoryview, parts: Parts, nbytes: int) -> None:
     """Write parts one behind the other; together they have `nbytes` bytes."""
-    copy_parts(room[:nbytes], parts)
+    at = 0
+    for part in parts:
+        data = memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"")
+        for start in range(0, data.nbytes, SLICE_BYTES):
+            piece = data[start : start + SLICE_BYTES]
+            room[at : at + piece.nbytes] = piece
+            at += piece.nbytes
+    if at != nbytes:
+        raise ValueError(f"{at} bytes for {nbytes} bytes of room")
 
 
 def _page_up(nbytes: int) -> int:
