@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -28,6 +28,7 @@ from fastserve.util.rate_limited_log import RateLimitedLog
 from fastserve.workers.remote.files import ShippedFolder
 from fastserve.workers.remote.keys import KeyGate, SideKey, import_zmq, secure_server
 from fastserve.workers.remote.protocol import (
+    COPIED_BYTES,
     PROTOCOL,
     Failure,
     FileRequest,
@@ -43,6 +44,7 @@ from fastserve.workers.remote.protocol import (
     read_body,
     read_header,
     read_protocol,
+    receive_parts,
 )
 
 log = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class WorkerHub:
         self._log = RateLimitedLog(log)
         self._beat_s = welcome.heartbeat_s
         self._next_beat_s = 0.0
+        self._events, self._incoming = self._zmq.EVENTS, self._zmq.POLLIN
         self._context = self._zmq.Context()
         self._gate: KeyGate | None = None
         self._monitor: Any = None
@@ -185,9 +188,12 @@ class WorkerHub:
                     "a worker from %s was turned away: its key is not the one of this server", address
                 )
         came = False
-        for frames in self._arrived():
+        while self._socket.getsockopt(self._events) & self._incoming:
             came = True
-            self._receive(frames[0].bytes, frames[1:])
+            identity = self._socket.recv(self._zmq.NOBLOCK)
+            more = self._socket.getsockopt(self._zmq.RCVMORE)
+            parts = receive_parts(self._socket, self._zmq.NOBLOCK, self._zmq.RCVMORE) if more else []
+            self._receive(identity, parts)
         now = self._clock()
         if self._gone() or now >= self._next_beat_s:
             self._next_beat_s = now + self._beat_s
@@ -206,8 +212,10 @@ class WorkerHub:
     def quiet(self) -> bool:
         """Whether nothing has arrived since the last turn; asked before a wait for `descriptors`, which
         sending may have reset."""
-        sockets = [self._socket, self._monitor, *([self._gate.socket] if self._gate is not None else [])]
-        return not any(one.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN for one in sockets)
+        if self._gate is not None and self._gate.socket.getsockopt(self._events) & self._incoming:
+            return False
+        mine, of_monitor = self._socket.getsockopt(self._events), self._monitor.getsockopt(self._events)
+        return not (mine | of_monitor) & self._incoming
 
     @property
     def next_beat_s(self) -> float:
@@ -217,8 +225,9 @@ class WorkerHub:
     def send(self, peer: RemotePeer, frames: Sequence[Any]) -> bool:
         """Send a message; what lies in `frames` must stay until it was answered, or the hub is closed.
         Returns False, and the peer is lost, where its connection has ended."""
+        small = sum(map(len, frames)) < COPIED_BYTES
         try:
-            self._socket.send_multipart([peer.identity, *frames], self._zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([peer.identity, *frames], self._zmq.NOBLOCK, copy=small)
             return True
         except self._zmq.ZMQError as error:
             full = error.errno == self._zmq.EAGAIN
@@ -253,13 +262,6 @@ class WorkerHub:
             self._gate.close()
         self._context.term()
 
-    def _arrived(self) -> Iterator[Sequence[Any]]:
-        while True:
-            try:
-                yield self._socket.recv_multipart(self._zmq.NOBLOCK, copy=False)
-            except self._zmq.Again:
-                return
-
     def _gone(self) -> bool:
         """Return whether any connection has ended since the last turn."""
         found = False
@@ -281,9 +283,8 @@ class WorkerHub:
             else:
                 self.send(peer, ping)
 
-    def _receive(self, identity: bytes, frames: Sequence[Any]) -> None:
+    def _receive(self, identity: bytes, parts: Sequence[Any]) -> None:
         peer = self.peers.get(identity)
-        parts = [frame.buffer for frame in frames]
         try:
             if not parts:
                 raise ProtocolFault("a message without frames")

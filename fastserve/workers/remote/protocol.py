@@ -43,6 +43,7 @@ ENTRY = struct.Struct("<II")
 MOST_PARTS = 1 << 16
 BODY_BYTES = 16 << 20  # of a JSON body: a model's config may have 20,000 class labels
 PIECE_BYTES = 1 << 20  # of a file in one message
+COPIED_BYTES = 65536  # a message up to this size is copied on its way into a socket and out of it
 T = TypeVar("T")
 
 
@@ -102,6 +103,17 @@ def read_header(frame: Any) -> Header:
     if kind not in MessageKind._value2member_map_:
         raise ProtocolFault(f"a message of unknown kind {kind}")
     return Header(MessageKind(kind), batch, rows, entries, word, parts, nbytes, ran_ns)
+
+
+def receive_parts(socket: Any, flags: int, more: int) -> list[Any]:
+    """Receive the frames of a message, header first. Raises what the socket raises when none is there. Frames
+    of small messages are copied, which costs less than to lend them; `more` is zmq.RCVMORE."""
+    parts = [socket.recv(flags)]
+    head = parts[0]
+    copy = len(head) != HEADER_BYTES or int.from_bytes(head[32:40], "little") < COPIED_BYTES
+    while socket.getsockopt(more):
+        parts.append(socket.recv(flags) if copy else socket.recv(flags, copy=False).buffer)
+    return parts
 
 
 def read_protocol(frame: Any) -> int:

@@ -286,7 +286,7 @@ class RemoteRunner:
             if len(part) != column[:rows].nbytes:
                 raise ProtocolFault(f"a column of {len(part)} bytes instead of {column[:rows].nbytes}")
         for column, part in zip(outputs, columns, strict=True):
-            column[:rows].reshape(-1).view(np.uint8)[:] = part
+            column[:rows].reshape(-1).view(np.uint8)[:] = np.frombuffer(part, np.uint8)
         for (row, status), text in zip(table, parts[len(outputs) :], strict=True):
             if row in leases:
                 self._answer_lease(slot, row, status or Kind.INTERNAL.value, text)

@@ -38,6 +38,7 @@ from fastserve.workers.remote.files import fetch_folder
 from fastserve.workers.remote.hub import MISSED, QUEUED_MESSAGES
 from fastserve.workers.remote.keys import SideKey, import_zmq, secure_worker
 from fastserve.workers.remote.protocol import (
+    COPIED_BYTES,
     PROTOCOL,
     Failure,
     FileRequest,
@@ -54,13 +55,14 @@ from fastserve.workers.remote.protocol import (
     read_body,
     read_header,
     read_table,
+    receive_parts,
 )
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+TURN_S = 0.25  # between two looks whether it was told to stop
 ANSWER_S = 5.0  # for a server that listens to say something
-COPIED_BYTES = 65536  # outputs up to this size are copied into the message, and their slot is free at once
 ENVIRONMENT_MARK = "_FASTSERVE_ENVIRONMENT"
 WATCHDOG_S = 1.0  # beyond run_timeout_ms, after which the runner has given the batch up
 MOST_FRAMES_BYTES = 1 << 32
@@ -292,6 +294,7 @@ class RemoteWorker:
         made = self._socket = self._context.socket(zmq.DEALER)
         made.linger = 0
         made.sndhwm = made.rcvhwm = QUEUED_MESSAGES
+        made.rcvtimeo = int(TURN_S * 1000)
         made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = (
             1000,
             1000 * (MISSED - 1),
@@ -326,11 +329,12 @@ class RemoteWorker:
             left_s = until - time.monotonic()
             if self._stopping:
                 raise SessionEnded("it was told to stop")
-            if not self._socket.poll(max(0, min(left_s, 0.25)) * 1000):
+            try:
+                frames = receive_parts(self._socket, 0, self._zmq.RCVMORE)  # waits for TURN_S
+            except self._zmq.Again:
                 if left_s <= 0:
-                    raise SessionEnded(self._silence())
+                    raise SessionEnded(self._silence()) from None
                 continue
-            frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
             header = read_header(frames[0])
             if header.kind is MessageKind.PING:
                 until = time.monotonic() + limit_s
@@ -402,10 +406,11 @@ class RemoteWorker:
             if limit_ms:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             del frames
-            if sum(map(len, found)) > most_bytes:
+            nbytes = sum(map(len, found))
+            if nbytes > most_bytes:
                 found = _too_large(header, most_bytes)
-            large = sum(map(len, found)) > COPIED_BYTES
-            arena.sent(self._send(found, copy=not large), leases)
+            copied = nbytes < COPIED_BYTES or nbytes > most_bytes
+            arena.sent(self._send(found, copy=copied), leases)
 
     def _drop_arena(self) -> None:
         if self._loaded is not None and self._loaded.arena is not None:
