@@ -57,7 +57,9 @@ MOST_ATTEMPTS = 2
 LOST = pack_status(Kind.UNAVAILABLE, Reason.WORKER_LOST)
 DIED = "the worker process that ran this request died"
 LATE = "the worker process that ran this request was ended: a batch ran longer than run_timeout_ms {}"
-ALONE_S = 0.002  # a worker whose batches take longer gains nothing from one that waits at its side
+# A batch that waits at a worker's side hides the way there, and waits behind one queue more: worth it only where
+# a batch takes no longer than the way.
+SHORT_S, ALONE_S = 0.0005, 0.002
 SLICE_S = 0.5
 REPORT_S = 1.0
 Columns = list["np.ndarray[Any, Any]"]
@@ -148,6 +150,11 @@ def _missing_text(hub: WorkerHub, until_s: float) -> str:
     return f"no remote worker has connected to {hub.address} in time (load_timeout_s)"
 
 
+def _suitable(run_s: float) -> int:
+    """Return how many batches a worker gets at a time whose batches take `run_s`."""
+    return 4 if run_s < SHORT_S else 2 if run_s < ALONE_S else 1
+
+
 class RemoteRunner:
     """Runs batches of one arena on the workers of a hub."""
 
@@ -203,7 +210,7 @@ class RemoteRunner:
         best: RemotePeer | None = None
         for peer in self._hub.ready:
             flights = len(peer.flights)
-            most = self._in_flight or (1 if peer.run_s > ALONE_S else 2)
+            most = self._in_flight or _suitable(peer.run_s)
             if flights < most and (best is None or flights < len(best.flights)):
                 if not flights:
                     return peer
