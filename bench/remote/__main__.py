@@ -2,8 +2,8 @@
 
     python -m bench.remote [--seconds 5] [--repeats 2] [--only tiny,one,large,sleep]
 
-Each row starts a server and its workers, and drives it with `fastserve bench`. Local and remote take turns, so
-that both see the machine in one state; the best run of each counts.
+Each row starts a server and its workers, and drives it with `fastserve bench`. Local and remote take turns,
+so that both see the machine in one state; the best run of each counts.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ MOST_ATTEMPTS = 2
 LOST = pack_status(Kind.UNAVAILABLE, Reason.WORKER_LOST)
 DIED = "the worker process that ran this request died"
 LATE = "the worker process that ran this request was ended: a batch ran longer than run_timeout_ms {}"
-# A batch that waits at a worker's side hides the way there, and waits behind one queue more: worth it only where
-# a batch takes no longer than the way.
+# A batch that waits at a worker's side hides the way there, and waits behind one queue more: worth it only
+# where a batch takes no longer than the way.
 SHORT_S, ALONE_S = 0.0005, 0.002
 SLICE_S = 0.5
 REPORT_S = 1.0
