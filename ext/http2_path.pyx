@@ -271,6 +271,7 @@ cdef class CallsPath:
     cdef public uint64_t most_bytes         # of a message
     cdef public object deadlines, opening
     cdef public bint logged                 # every call's end is logged
+    cdef public int64_t epoch               # of API keys; 0 without
     cdef bytes block, trailers
     cdef object closed, make
 
@@ -287,6 +288,7 @@ cdef class HeadPath:
     cdef public object start
     cdef public object timeout_ns
     cdef public bint ordinary, takes_stream
+    cdef public int64_t epoch               # in which its key was looked at; 0 for never
 
     def answer(self, StreamFields stream not None, bytes body not None) -> None:
         """A whole request."""
@@ -297,7 +299,7 @@ cdef class HeadPath:
         cdef CallPath call = <CallPath>blank(calls.make, ())
         call.open(self, stream)
         stream.context = call
-        if self.ordinary and not calls.most_at_once:
+        if self.ordinary and self.epoch == calls.epoch and not calls.most_at_once:
             calls.running += 1
         elif not calls.begin(call):
             return

@@ -55,6 +55,9 @@ class Reason(Enum):
     """The server listens, and has not loaded the model yet since its start."""
     MALFORMED_CALL = 8
     """The call breaks gRPC's own rules: its status is INTERNAL there, though the fault is the client's."""
+    API_KEY = 9
+    """The request has no valid API key (UNAUTHENTICATED), or one that does not allow it
+    (PERMISSION_DENIED)."""
 
 
 _REASON_SHIFT = 8

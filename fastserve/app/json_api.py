@@ -25,7 +25,7 @@ from fastserve.net.access_control import Scope
 from fastserve.net.compression import inflate, inflate_offloaded
 from fastserve.net.limits import error_body
 from fastserve.net.request import Call
-from fastserve.net.router import CANONICAL_STATUS, Route, Yields, retry_after
+from fastserve.net.router import CANONICAL_STATUS, Route, Yields, fault_headers
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.dialect import Dialect, DialectService, DialectSpec, HttpRoute, ServingContext
@@ -65,7 +65,7 @@ class AppJson(Dialect):
         return Route(AppEndpoint(self, found), ROUTE.scopes[method])
 
     def refuse(self, call: Call, fault: ServeError) -> None:
-        call.reply(CANONICAL_STATUS[fault.kind], error_body(fault.message), JSON, retry_after(fault))
+        call.reply(CANONICAL_STATUS[fault.kind], error_body(fault.message), JSON, fault_headers(fault))
 
     def _refuse_verb(self, call: Call) -> None:
         call.reply(405, error_body(f"{call.method} is not allowed here: POST"), JSON, ((b"Allow", b"POST"),))

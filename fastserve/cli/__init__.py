@@ -26,6 +26,7 @@ COMMANDS = {
     "infer": "Send one request to a running server and print the answer.",
     "generate": "Generate text with a model, from a running server or a folder.",
     "bench": "Put a running server under load and show latencies.",
+    "key": "Make, list and revoke API keys.",
     "completion": "Print a script that completes commands in a shell.",
     "worker": "Run batches of a server on another machine.",
     "grps": "Serve a grps deployment.",

@@ -172,6 +172,12 @@ TLS_EXPIRES = _fact(
     "tls_certificate_expires_seconds", "Unix time at which the first certificate of the served chain ends."
 )
 
+API_KEYS = _fact("api_keys", "API keys in force: in the file of `keys`, and not expired.")
+
+API_KEYS_STALE = _fact(
+    "api_keys_stale", "1 while the file of `keys` cannot be used, and the keys of before stay in force."
+)
+
 LOOP_DELAY = _stage("loop_delay", "How late a timer of the event loop fired.")
 
 FRONT_RESTARTS = _counter("front_restarts", "Front processes started again after one died.")

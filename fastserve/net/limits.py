@@ -80,6 +80,13 @@ class BodyRefused(HeldBack):
         super().__init__(fault, "body_bytes")
 
 
+class KeyRefused(HeldBack):
+    """A request whose API key does not allow it, before its body is read."""
+
+    def __init__(self, fault: ServeError) -> None:
+        super().__init__(fault, "api_key")
+
+
 def cut_off() -> WireFault:
     """Return the fault of a client that has sent FIN within a request."""
     return WireFault(400, "Malformed request: the connection ended within it", "cut_off")

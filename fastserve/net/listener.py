@@ -26,6 +26,7 @@ import msgspec
 
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions
+from fastserve.net.api_keys import KeyGate
 from fastserve.net.callback_guard import report
 from fastserve.net.http1.connection import Http1Connection
 from fastserve.net.http2.connection import Http2Connection
@@ -67,9 +68,9 @@ class HttpListener(ListenerState):
     `address` "" is every interface; "::" takes IPv4 as well; "unix:PATH" is a file, without a port.
     `clock` is in seconds. `services` come before plain HTTP on HTTP/2's streams (http2.stream); with
     `only_http2` a connection has to begin with HTTP/2's preface. `origins` are those of web pages that
-    may administer, `restrictions` hold for all routes. With `tls` no plain text is spoken. A `balancer`
-    accepts the connections, and shares them with other front processes. `passed_on` has sockets that a
-    service manager keeps."""
+    may administer, `restrictions` hold for all routes, and with `gate` API keys are on. With `tls` no plain
+    text is spoken. A `balancer` accepts the connections, and shares them with other front processes.
+    `passed_on` has sockets that a service manager keeps."""
 
     def __init__(
         self,
@@ -90,9 +91,10 @@ class HttpListener(ListenerState):
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
+        gate: KeyGate | None = None,
     ) -> None:
         super().__init__(
-            dialects, limits, access_log, clock, opening, origins, restrictions, lifetimes, budget
+            dialects, limits, access_log, clock, opening, origins, restrictions, lifetimes, budget, gate
         )
         self.http2 = Http2Shared(self, services)
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1), self.guard)

@@ -17,6 +17,7 @@ import msgspec
 
 from fastserve.net.accept_balance import PortCount
 from fastserve.net.access_control import Opening, Restrictions
+from fastserve.net.api_keys import KeyGate
 from fastserve.net.callback_guard import Guard, Guarded
 from fastserve.net.fair_queue import FairQueue
 from fastserve.net.half_closed import HangupWatch
@@ -67,11 +68,12 @@ class ListenerState:
         restrictions: Restrictions,
         lifetimes: Lifetimes | None,
         budget: MemoryBudget | None,
+        gate: KeyGate | None,
     ) -> None:
         self.budget = budget or MemoryBudget(limits.memory_bytes or LEAST_MEMORY_BYTES, clock=clock)
         self.set_limits(limits)
         self.lifetimes = lifetimes  # of HTTP/2 connections
-        self.router = Router(dialects, opening, origins, restrictions)
+        self.router, self.gate = Router(dialects, opening, origins, restrictions, gate), gate
         self.heads, self.blocks = ReplyHeads(), ReplyBlocks()
         self.access_log = access_log
         self.clock = clock

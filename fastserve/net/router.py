@@ -6,8 +6,8 @@ random paths neither fill the memory nor push good ones out. The cache holds Cac
 router made: the endpoint of one connection or one call never gets into it.
 
 The router also applies scopes and resources (access_control.py) for every dialect: before the server has
-opened, for web pages of other sites, and for calls without a required header, the dialect's own refusal
-replaces the endpoint.
+opened, for web pages of other sites, for calls without a required header, and for requests without an API key
+where keys are on (api_keys.py), the dialect's own refusal replaces the endpoint.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, Reason, ServeError
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Resources, Restrictions, Scope, guard
-from fastserve.net.limits import BodyRefused, UnknownMethod, WireFault, error_body
+from fastserve.net.api_keys import KeyedEndpoint, KeyGate, keyed
+from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
 
 CHECKED_BYTES = 1 << 20
@@ -103,16 +104,28 @@ def answer_not_found(call: Call) -> None:
 
 def refuse_plainly(call: Call, fault: ServeError) -> None:
     """Refuse a call without a dialect's form."""
-    call.reply(held_back_status(fault), error_body(fault.message), headers=retry_after(fault))
+    call.reply(held_back_status(fault), error_body(fault.message), headers=fault_headers(fault))
 
 
 def held_back_status(fault: ServeError) -> int:
     """Return the status of a call that is refused before its endpoint."""
-    return 403 if fault.kind is Kind.PERMISSION_DENIED else 503
+    return _HELD_BACK.get(fault.kind, 503)
 
 
-def retry_after(fault: ServeError) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the Retry-After header of an error with a time to try again."""
+_HELD_BACK = {Kind.PERMISSION_DENIED: 403, Kind.UNAUTHENTICATED: 401}
+
+
+_CHALLENGES: dict[Kind, tuple[tuple[bytes, bytes], ...]] = {
+    Kind.UNAUTHENTICATED: ((b"WWW-Authenticate", b'Bearer realm="fastserve"'),),
+    Kind.PERMISSION_DENIED: ((b"WWW-Authenticate", b'Bearer realm="fastserve", error="insufficient_scope"'),),
+}
+
+
+def fault_headers(fault: ServeError) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers that an error has in every dialect: Retry-After where there is a time to try again,
+    WWW-Authenticate where an API key is missing or does not suffice (RFC 6750 3)."""
+    if fault.reason is Reason.API_KEY:
+        return _CHALLENGES[fault.kind]
     again = fault.retry_after_s
     return () if again is None else ((b"Retry-After", b"%d" % max(1, round(again))),)
 
@@ -122,9 +135,9 @@ REMEMBERED_TARGETS = 1024
 
 class Router:
     """Find the endpoint of a target over the dialects of one listener, in their order. `origins` are
-    those of web pages that may administer."""
+    those of web pages that may administer; with `gate` every endpoint is behind an API key."""
 
-    __slots__ = ("_dialects", "_opening", "_origins", "_remembered", "_restrictions", "_spokesman")
+    __slots__ = ("_dialects", "_gate", "_opening", "_origins", "_remembered", "_restrictions", "_spokesman")
 
     def __init__(
         self,
@@ -132,7 +145,9 @@ class Router:
         opening: Opening | None = None,
         origins: Sequence[str] = (),
         restrictions: Restrictions = NO_RESTRICTIONS,
+        gate: KeyGate | None = None,
     ) -> None:
+        self._gate = gate
         self._dialects = tuple(dialects)
         self._opening = opening or Opening()
         self._origins = origins
@@ -153,12 +168,21 @@ class Router:
             return known.endpoint, None
         chosen = self.choose(method, target)
         if chosen is None:
-            unknown = answer_not_found if self._spokesman is None else self._spokesman.answer_unknown
+            unknown: Endpoint = (
+                answer_not_found if self._spokesman is None else self._spokesman.answer_unknown
+            )
+            if self._gate is not None:
+                unknown = keyed(self._gate, self._opening, unknown, None, refuse_plainly)
             return unknown, None
         dialect, route = chosen
         scope, refuse = route.scope, dialect.refuse
+        if not isinstance(scope, Scope):
+            raise TypeError(f"{method} {target[:200]}: a route needs a Scope, given {scope!r}")
         endpoint = self._restrictions.guard_endpoint(route.endpoint, scope, route.resources, refuse)
         endpoint = guard(endpoint, scope, self._origins, refuse)
+        if self._gate is not None:
+            behind = keyed(self._gate, self._opening, endpoint, scope, refuse)
+            return behind, CachedRoute(method, target, behind)
         held = self._opening.hold(endpoint, scope, refuse)
         return held, CachedRoute(method, target, endpoint)
 
@@ -173,6 +197,14 @@ class Router:
                 return dialect, route
             chosen = dialect, route
         return chosen
+
+    def check_key(self, head: RequestHead) -> None:
+        """Check the API key of a request whose body is still to come. Raises KeyRefused."""
+        endpoint = head.endpoint
+        if isinstance(endpoint, KeyedEndpoint):
+            fault = endpoint.find_fault(head)
+            if fault is not None:
+                raise KeyRefused(fault)
 
     def check_body(self, head: RequestHead, length: int) -> None:
         """Check a Content-Length against its route. Raises BodyRefused."""
@@ -191,9 +223,10 @@ class Router:
             chosen[0].refuse(call, fault)
 
     def refuse(self, call: Call, fault: WireFault) -> None:
-        """Answer a WireFault and close; an unknown method may be a dialect's to answer."""
+        """Answer a WireFault and close; an unknown method may be a dialect's to answer, but not where keys
+        are on, since nothing but the first line of such a request is read."""
         call.head.mode = CLOSE
-        if isinstance(fault, UnknownMethod) and self._spokesman is not None:
+        if isinstance(fault, UnknownMethod) and self._spokesman is not None and self._gate is None:
             endpoint = self._spokesman.route_unknown(fault.method, fault.target)
             if endpoint is not None:
                 endpoint(call)

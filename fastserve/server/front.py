@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ from fastserve.metrics.readiness import write_failures
 from fastserve.net import Call, HttpListener, InheritedSockets, shown
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening, Restrictions
+from fastserve.net.api_keys import KeyGate
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.tls import Credentials
 from fastserve.server.dialect_selection import Spec, choose_grpc, choose_http, find_specs
@@ -90,30 +92,32 @@ def _log_access(
 log = logging.getLogger(__name__)
 
 
-class CertificateWatch:
-    """Reads the certificates again every `tls.poll_s` seconds, and at SIGHUP.
+class FileWatch:
+    """Reads files again when they may have changed, and at SIGHUP: certificates, keys.
 
-    A pair that cannot be used is logged once, and the present one stays.
+    Those that cannot be used are logged once, and what is in use stays.
     """
 
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
+    def __init__(self, what: str, renew: Callable[[], bool], pause_s: Callable[[], float]) -> None:
+        """`renew` returns whether something has changed, or raises ConfigError; `pause_s` the time until the
+        next look."""
+        self._what, self._renew, self._pause_s = what, renew, pause_s
         self._told = ""
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         """Start on the running loop."""
-        self._timer = asyncio.get_running_loop().call_later(self._credentials.options.poll_s, self._turn)
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s(), self._turn)
 
     def look(self) -> None:
         """Read the files now."""
         try:
-            if self._credentials.renew():
-                log.info("the certificates were renewed: new connections have them")
+            if self._renew():
+                log.info("the %s were renewed", self._what)
             self._told = ""
         except ConfigError as fault:
             if str(fault) != self._told:
-                log.error("the certificates stay as they were: %s", fault)
+                log.error("the %s stay as they were: %s", self._what, fault)
             self._told = str(fault)
 
     def close(self) -> None:
@@ -125,6 +129,8 @@ class CertificateWatch:
         self.open()  # first: what nobody foresaw must not end the watch
         self.look()
 
+
+SOON_S = 0.01  # after a key has expired the watch looks at it
 
 WORKERS_A_BEAT = 8
 """Workers whose memory is read in one beat: 0.1 ms, and 200 workers have their turn in 13 s."""
@@ -179,6 +185,12 @@ class FrontGauges:
         """Record when the certificate expires. Only the owner does: all fronts read the same files."""
         if credentials is not None:
             self._registry.gauges(names.TLS_EXPIRES).of().set(credentials.expires_at)
+
+    def show_keys(self, gate: KeyGate | None) -> None:
+        """Record how many API keys are in force. Only the owner does: all fronts read the same file."""
+        if gate is not None:
+            self._registry.gauges(names.API_KEYS).of().set(gate.count)
+            self._registry.gauges(names.API_KEYS_STALE).of().set(gate.stale)
 
     def show_queues(self, hosted: Iterable[LoadedPart]) -> None:
         """Record the rows that wait over all fronts. Only the owner does, from the shared rings."""
@@ -255,7 +267,8 @@ class Front:
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
     close_lent: Callable[[bytes], Awaitable[None]] = keep_nothing  # workers let go of memory on a GPU
     tls: Credentials | None = None  # of listeners that speak it
-    certificates: CertificateWatch | None = None
+    gate: KeyGate | None = None  # where API keys are on
+    watches: list[FileWatch] = field(default_factory=list)
     budget: MemoryBudget = field(init=False)  # of all listeners
     regions: Regions = field(init=False)
     _trim: HeapTrim = field(init=False)
@@ -278,8 +291,10 @@ class Front:
         if self.settings.tls.cert:
             self.tls = Credentials(self.settings.tls)
             self.tls.load()
-            self.certificates = CertificateWatch(self.tls)
-            self.certificates.open()
+            pause_s = self.settings.tls.poll_s
+            self._watch(FileWatch("certificates", self.tls.renew, lambda: pause_s))
+        if self.settings.keys:
+            self._open_keys()
         specs, context = find_specs(self.settings), self._make_context()
         spoken_http = [choose_http(specs, listener) for listener in http]
         spoken_grpc = [choose_grpc(specs, listener) for listener in grpc]
@@ -310,10 +325,25 @@ class Front:
         spoken = self.dialects.get(dialect)
         return spoken is not None and spoken.hear(word)
 
-    def renew_certificates(self) -> None:
-        """Read the certificates' files now."""
-        if self.certificates is not None:
-            self.certificates.look()
+    def _open_keys(self) -> None:
+        """Read the file of keys, and watch it. Raises ConfigError."""
+        settings = self.settings
+        gate = self.gate = KeyGate(Path(settings.keys), opens_health=not settings.keys_health)
+        gate.load()
+        self._watch(
+            FileWatch(
+                "API keys", gate.renew, lambda: min(settings.keys_poll_s, gate.seconds_to_expiry() + SOON_S)
+            )
+        )
+
+    def _watch(self, watch: FileWatch) -> None:
+        watch.open()
+        self.watches.append(watch)
+
+    def renew_files(self) -> None:
+        """Read certificates and keys now."""
+        for watch in self.watches:
+            watch.look()
 
     def set_ready(self, readiness: Readiness) -> None:
         """Take over what the owner knows about readiness."""
@@ -346,8 +376,8 @@ class Front:
         closing = asyncio.gather(*(listener.drain(grace_s) for listener in self.http))
         await asyncio.gather(closing, *(listener.drain(grace_s) for listener in self.grpc))
         self.http, self.grpc = [], []
-        if self.certificates is not None:
-            self.certificates.close()
+        for watch in self.watches:
+            watch.close()
         self.regions.close()
         for dialect in self.dialects.values():
             dialect.close()
@@ -395,6 +425,7 @@ class Front:
             tls=self.tls if listener.tls else None,
             budget=self.budget,
             passed_on=self.passed_on,
+            gate=self.gate,
         )
         guests = [self._make_grpc(asked, specs, opened) for asked, specs in beside]
         await opened.open()
@@ -455,6 +486,7 @@ class Front:
             tls=self.tls if listener.tls else None,
             budget=self.budget,
             passed_on=self.passed_on,
+            gate=self.gate,
         )
 
 

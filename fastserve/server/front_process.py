@@ -122,7 +122,7 @@ class FrontProcess:
             self._told = msgspec.convert(message["readiness"], Readiness, strict=False)
             self._show_readiness()
         elif op == "renew" and self._front is not None:
-            self._front.renew_certificates()
+            self._front.renew_files()
         elif op == "metrics":
             self._custom_metrics = message["lines"]
         elif op == "hear" and self._front is not None:

@@ -278,9 +278,9 @@ class Server:
             self._stop_asked = True
             self.on_stop(force)
 
-    def renew_certificates(self) -> None:
-        """Have all front processes read their certificates again."""
-        self.front.renew_certificates()
+    def renew_files(self) -> None:
+        """Have all front processes read their certificates and API keys again."""
+        self.front.renew_files()
         self.fronts.tell_renewal()
 
     def _models_listed(self) -> None:
@@ -325,6 +325,7 @@ class Server:
         self._gauges.beat(self.front.listeners(), BEAT_S)
         self._gauges.show_memory(self.front.budget)
         self._gauges.show_certificate(self.front.tls)
+        self._gauges.show_keys(self.front.gate)
         self._gauges.show_queues(self.host.hosted.values())
         self._gauges.show_workers(self.host.hosted.values())
         self.fronts.tell_custom_metrics(self.host.callbacks.metrics.write())
@@ -352,8 +353,8 @@ async def serve(
         stop.set()
 
     server.on_stop = stop_for_client
-    if settings.tls.cert:  # else a terminal that hangs up ends the server, as it always has
-        loop.add_signal_handler(signal.SIGHUP, server.renew_certificates)
+    if settings.tls.cert or settings.keys:  # else a terminal that hangs up ends the server, as it always has
+        loop.add_signal_handler(signal.SIGHUP, server.renew_files)
     opening = asyncio.ensure_future(server.open())
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)

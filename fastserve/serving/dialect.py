@@ -109,6 +109,13 @@ class HttpRoute:
     scopes: Mapping[str, Scope]
     resources: Resources | None = None
 
+    def __post_init__(self) -> None:
+        if not self.scopes:
+            raise TypeError(f"{self.path}: a route needs a Scope for each of its verbs, given none")
+        for verb, scope in self.scopes.items():
+            if not isinstance(scope, Scope):
+                raise TypeError(f"{verb} {self.path}: a route needs a Scope, given {scope!r}")
+
 
 class Dialect:
     """A dialect as built for one front process, shared by its listeners. With `answer_unknown` and
@@ -178,6 +185,11 @@ class DialectSpec(Generic[Options]):
     """Operations of one model; see `serving/operations.py`."""
     any_health_name: bool = False
     """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
+
+    def __post_init__(self) -> None:
+        for path, scope in self.rpcs.items():
+            if not isinstance(scope, Scope):
+                raise TypeError(f"{path}: an RPC needs a Scope, given {scope!r}")
 
     @property
     def services(self) -> tuple[str, ...]:

@@ -344,6 +344,12 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """Dialects of your own: MODULE:NAME of a DialectSpec."""
     dialect_options: dict[str, dict[str, Any]] = {}
     """Options of dialects without a section here, by the dialect's name."""
+    keys: str = ""
+    """File of API keys, which every request then needs; `fastserve key new` writes it. Empty: none."""
+    keys_poll_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Seconds between two looks whether that file has changed."""
+    keys_health: bool = False
+    """Health is asked for with a key too."""
     admin: AdminOptions = AdminOptions()
     tls: TlsOptions = TlsOptions()
     limits: Limits = Limits()

@@ -108,8 +108,9 @@ async def stream(request: Any, rpc: Any) -> AsyncIterator[Any]:
 )
 def test_an_rpc(streams: bool, metadata: Any, is_served: bool) -> None:
     run: Any = stream if streams else answer
-    method = Method("/s/m", bytes, run, bytes, False, streams, start=lambda data, exchange: True)
-    guarded = guard_method(OVER_GRPC, replace(method, scope=Scope.INFER))
+    start = {"start": lambda data, exchange: True}
+    method = Method("/s/m", bytes, run, bytes, False, streams, scope=Scope.INFER, **start)
+    guarded = guard_method(OVER_GRPC, method)
     assert guarded.start is None
     assert guard_method(OVER_GRPC, replace(method, resources=NOTHING)).start is method.start
 

@@ -11,11 +11,11 @@ import yaml
 
 from fastserve.backends.base import write_specs
 from fastserve.dialects.grps.monitor import GrpsMonitor
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import Kind, Reason, ServeError, invalid
 from fastserve.metrics.exposition import Metric
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
-from fastserve.net.router import CANONICAL_STATUS, retry_after
+from fastserve.net.router import CANONICAL_STATUS, fault_headers
 from fastserve.protos import load
 from fastserve.repository.grps_config import FILE, Deployment, read_deployment
 from fastserve.repository.version import Version, VersionState
@@ -137,8 +137,9 @@ class GrpsService(DialectService):
         """Reply with an error, and count it."""
         self.count_fault(model, fault, call)
         code = code_of(fault, self.options)
-        status = 200 if self.options.http_status == "always_200" else code
-        call.reply(status, failure_json(code, fault.message), self.json_type, retry_after(fault))
+        always = self.options.http_status == "always_200" and fault.reason is not Reason.API_KEY
+        status = 200 if always else code
+        call.reply(status, failure_json(code, fault.message), self.json_type, fault_headers(fault))
 
     def count(self, version: Version, received_ns: int) -> None:
         """A stream that ended well."""

@@ -17,7 +17,7 @@ from fastserve.dialects.kserve.request import HeaderForwarding, id_prefix
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid, unsupported
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
-from fastserve.net.router import CANONICAL_STATUS, retry_after
+from fastserve.net.router import CANONICAL_STATUS, fault_headers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.model_view import ModelView, find_version
@@ -226,4 +226,6 @@ class KServeService(DialectService):
         number = "" if version is None else version.number
         self.count_fault(model, fault, call, number)
         fault = triton_error(fault)
-        call.reply(HTTP_STATUS[fault.kind], error_body(fault.message), JSON, (*headers, *retry_after(fault)))
+        call.reply(
+            HTTP_STATUS[fault.kind], error_body(fault.message), JSON, (*headers, *fault_headers(fault))
+        )

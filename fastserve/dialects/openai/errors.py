@@ -17,7 +17,7 @@ from fastserve.dialects.text_common import mindie
 from fastserve.dialects.text_common.bodies import InvalidBody
 from fastserve.dialects.text_common.mindie import as_mindie_fault
 from fastserve.errors import Kind, ServeError
-from fastserve.net.router import retry_after
+from fastserve.net.router import fault_headers
 from fastserve.serving.text import PromptFault, PromptTooLong, TextTooLong
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def refuse(service: TextService, call: Call, fault: ServeError, model: str = "")
     service.count_fault(model, fault, call)
     flat = service.options.openai_flavor == "mindie"
     fault = as_mindie_fault(fault) if flat else fault
-    call.reply(status_of(fault, flat=flat), error_body(fault, flat=flat), headers=retry_after(fault))
+    call.reply(status_of(fault, flat=flat), error_body(fault, flat=flat), headers=fault_headers(fault))
 
 
 def tell(service: TextService, fault: ServeError) -> bytes:

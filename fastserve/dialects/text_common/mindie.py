@@ -18,7 +18,7 @@ import msgspec
 from fastserve.codec.text import Sampling
 from fastserve.dialects.text_common.bodies import is_integer
 from fastserve.errors import Kind, ServeError, invalid
-from fastserve.net.router import retry_after
+from fastserve.net.router import fault_headers
 from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
 from fastserve.settings import TextgenOptions
 
@@ -90,7 +90,7 @@ def refuse(service: TextService, call: Call, fault: ServeError, model: str = "")
         call.reply(413, b'{"message":"%b"}' % fault.message.encode(), close=True)
         return
     status = STATUS[fault.kind]
-    call.reply(status, envelope(status, fault.message), headers=retry_after(fault), close=True)
+    call.reply(status, envelope(status, fault.message), headers=fault_headers(fault), close=True)
 
 
 def tell(service: TextService, fault: ServeError, model: str) -> bytes:

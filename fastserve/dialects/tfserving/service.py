@@ -23,7 +23,7 @@ from fastserve.net.compression import inflate, inflate_offloaded
 from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
-from fastserve.net.router import CANONICAL_STATUS, retry_after
+from fastserve.net.router import CANONICAL_STATUS, fault_headers
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
@@ -239,7 +239,7 @@ class TFServingService(DialectService):
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
         told = tfserving_error(fault)
-        headers = (*self.headers, *retry_after(told))
+        headers = (*self.headers, *fault_headers(told))
         call.reply(CANONICAL_STATUS[told.kind], error_body(told.message), JSON, headers)
         self.count_refused(call, model, fault, told)
 

@@ -38,7 +38,7 @@ from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call, Endpoint
-from fastserve.net.router import Yields, retry_after
+from fastserve.net.router import Yields, fault_headers
 from fastserve.serving.dialect import ALIVE, HttpRoute, show_alive
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
 from fastserve.serving.text.models import TextCall
@@ -210,7 +210,7 @@ def refuse(service: TextService, call: Call, fault: ServeError, model: str = "")
         return
     service.count_fault(model, fault, call)
     body = error_body(as_tgi_fault(fault), "tgi")
-    call.reply(error_status(fault, "tgi"), body, JSON, headers=retry_after(fault))
+    call.reply(error_status(fault, "tgi"), body, JSON, headers=fault_headers(fault))
 
 
 INFER = {"POST": Scope.INFER}

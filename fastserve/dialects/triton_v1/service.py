@@ -25,7 +25,7 @@ from fastserve.dialects.triton_v1.request import Buffer, OutputHeader, RequestHe
 from fastserve.engine import Took, VersionCounts
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid
 from fastserve.net.request import Call
-from fastserve.net.router import retry_after
+from fastserve.net.router import fault_headers
 from fastserve.protos import load
 from fastserve.protos.text import print_line, print_lines, quote
 from fastserve.repository.triton_config.completion import DATA_TYPE
@@ -233,7 +233,7 @@ class HttpReplies:
     def refuse(self, call: Call, request_id: int, fault: ServeError) -> None:
         line = b"id: %d" % request_id if request_id else b""
         status = self._service.status_line(v1_error(fault))
-        headers = ((NV_RESPONSE, line), (NV_STATUS, status), CONTENT_TYPE, *retry_after(fault))
+        headers = ((NV_RESPONSE, line), (NV_STATUS, status), CONTENT_TYPE, *fault_headers(fault))
         call.reply(400, b"", b"", headers)
 
 

@@ -12,7 +12,7 @@ from fastserve.dialects.triton_v1.service import NV_STATUS, V1Service
 from fastserve.errors import ServeError
 from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.request import Call, Endpoint
-from fastserve.net.router import Route, held_back_status, retry_after
+from fastserve.net.router import Route, fault_headers, held_back_status
 from fastserve.protos import load
 from fastserve.serving.dialect import (
     Dialect,
@@ -51,7 +51,7 @@ class TritonV1(Dialect):
 
     def refuse(self, call: Call, fault: ServeError) -> None:
         """Reply with the statuses that proxies and pages look at, where the original would say 400."""
-        headers = ((NV_STATUS, self._service.status_line(fault)), *retry_after(fault))
+        headers = ((NV_STATUS, self._service.status_line(fault)), *fault_headers(fault))
         call.reply(held_back_status(fault), b"", b"", headers)
 
     def answer_unknown(self, call: Call) -> None:

@@ -29,6 +29,7 @@ from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_path import CallPath, CallsPath, HeadPath
 from fastserve.errors import Kind, ServeError, detach, malformed_call
 from fastserve.net.access_control import Scope
+from fastserve.net.api_keys import KeyGate
 from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate_offloaded, pack
 from fastserve.net.fair_queue import TimeShare
 from fastserve.net.grpc.metadata import (
@@ -374,6 +375,9 @@ class GrpcCall(CallPath):
         self.on_gone = task.cancel
 
     async def _conclude(self, work: Answer, request: Request) -> None:
+        calls, method = self.head.calls, self.head.method
+        if calls.epoch and (method.takes_stream or method.gives_stream):
+            calls.streaming.add(self)
         try:
             try:
                 await work(request)
@@ -386,6 +390,7 @@ class GrpcCall(CallPath):
             self.stream.connection.callback_failed(error)
         finally:
             self.on_gone = None
+            calls.streaming.discard(self)
             claim = getattr(self, "_claim", None)
             if claim is not None:
                 claim.release()
@@ -611,22 +616,46 @@ ENCODINGS = frozenset(one.strip() for one in ACCEPTED.split(b","))
 class GrpcCalls(CallsPath):
     """Find the methods of all calls on a listener: gRPC as a service of HTTP/2's streams."""
 
-    __slots__ = ("_methods", "share", "terms")
+    __slots__ = ("_methods", "gate", "share", "streaming", "terms")
 
-    def __init__(self, methods: Mapping[str, Method], terms: RpcTerms, most_at_once: int) -> None:
+    def __init__(
+        self, methods: Mapping[str, Method], terms: RpcTerms, most_at_once: int, gate: KeyGate | None = None
+    ) -> None:
         super().__init__((HEAD, OK, StreamState.CLOSED, GrpcCall))
         self.terms, self._methods = terms, methods
+        self.streaming: set[GrpcCall] = set()  # those of several messages, where API keys are on
         self.deadlines, self.opening = CallDeadlines(), terms.opening
         self.share = TimeShare()
         self.most_bytes, self.logged = terms.most_bytes, terms.access_log is not None
         self.plain_bytes = min(PARTED_BYTES - 1, terms.most_bytes)
         self.most_at_once = most_at_once
+        self.epoch, self.gate = 0, gate
+        if gate is not None:
+            gate.follow(self)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Look at every head's key again, and end the streams whose key holds no more."""
+        self.epoch = epoch
+        for call in list(self.streaming):
+            call.head.admit()
+            if call.head.key_fault is not None:
+                call.stop(call.head.key_fault)
+
+    def close(self) -> None:
+        """Forget the deadlines of calls, and the keys: the listener is closed."""
+        self.deadlines.close()
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.leave(self)
 
     def find(self, head: HttpHead) -> CallHead | None:
         """Return the head of a gRPC request, known by its content type; None for other requests."""
         if head.method != "POST" or not is_grpc(head.find(b"content-type") or b""):
             return None
-        return CallHead(self, head, self._methods.get(head.target))
+        found = CallHead(self, head, self._methods.get(head.target))
+        found.http = head
+        found.admit()
+        return found
 
     def refuse(self, fields: Sequence[tuple[bytes, bytes]], fault: WireFault) -> CallHead | None:
         """Return a head that fails with the fault, for clients of gRPC."""
@@ -647,8 +676,11 @@ class GrpcCalls(CallsPath):
             self.deadlines.add(call)
         if head.names:
             call.name_request()
-        if head.fault is not None:
-            call.fail(head.fault)
+        if head.epoch != self.epoch:
+            head.admit()
+        fault = head.key_fault or head.fault
+        if fault is not None:
+            call.fail(fault)
         elif self.most_at_once and self.running > self.most_at_once:
             most = f"over the limit of {self.most_at_once} (setting grpc_options.concurrent_calls)"
             call.fail(ServeError(Kind.RESOURCE_EXHAUSTED, f"Calls at the same time {most}"))
@@ -669,15 +701,15 @@ class CallHead(HeadPath):
     """Hold the headers of a call, and serve its streams. Calls with equal headers share one head."""
 
     __slots__ = (
-        "_metadata", "coding", "encoding", "fault", "headers", "method", "most_bytes", "names", "path",
-        "take",
+        "_metadata", "coding", "encoding", "fault", "headers", "http", "key_fault", "method", "most_bytes",
+        "names", "path", "scope", "take",
     )  # fmt: skip
 
     def __init__(self, calls: GrpcCalls, head: HttpHead, method: Method | None) -> None:
         self.calls = calls
         self.path = head.target
         self.headers = head.headers
-        self.method = method or Method(head.target, bytes, _unreachable, bytes)
+        self.method = method or Method(head.target, bytes, _unreachable, bytes, scope=Scope.INFER)
         self.most_bytes = self.method.limit(calls.terms.most_bytes)
         # Without words, as servers on gRPC's C++ library say it.
         self.fault = None if method is not None else ServeError(Kind.UNIMPLEMENTED, "")
@@ -694,7 +726,21 @@ class CallHead(HeadPath):
         except ServeError as fault:
             self.fault = self.fault or detach(fault)  # heads are kept for all connections
         self.names = head.identified or calls.logged  # calls tell their id
+        self.scope = None if method is None else method.scope
+        self.http: HttpHead | None = None  # with the key; None where there is nothing to be let in to
+        self.key_fault: ServeError | None = None
+        self.epoch = 0
         self.ordinary = self.fault is None and self.timeout_ns < 0 and not self.names
+
+    def admit(self) -> None:
+        """Look whether the API key allows such calls in this epoch."""
+        gate = self.calls.gate
+        if gate is not None and self.http is not None:
+            fault = gate.check(self.http, self.scope)
+            self.key_fault = None if fault is None else detach(fault)
+        self.epoch = self.calls.epoch
+        fine = self.fault is None and self.key_fault is None
+        self.ordinary = fine and self.timeout_ns < 0 and not self.names
 
     def _read(self, head: HttpHead) -> None:
         timeout = head.find(b"grpc-timeout")

@@ -8,6 +8,7 @@ import msgspec
 
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions, Scope
+from fastserve.net.api_keys import KeyGate
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.health import Health, reflection_methods
 from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_method
@@ -35,8 +36,10 @@ class NativeTransport:
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
+        gate: KeyGate | None = None,
     ) -> None:
-        self._calls = GrpcCalls({method.path: method for method in methods}, terms, options.concurrent_calls)
+        by_path = {method.path: method for method in methods}
+        self._calls = GrpcCalls(by_path, terms, options.concurrent_calls, gate)
         limits = grpc_limits(terms.limits, options)
         self.listener = HttpListener(
             *place,
@@ -49,6 +52,7 @@ class NativeTransport:
             tls=tls,
             budget=budget,
             passed_on=passed_on,
+            gate=gate,
         )
 
     async def open(self) -> tuple[str, int]:
@@ -57,11 +61,11 @@ class NativeTransport:
 
     async def drain(self, grace_s: float) -> None:
         await self.listener.drain(grace_s)
-        self._calls.deadlines.close()
+        self._calls.close()
 
     async def close(self) -> None:
         await self.listener.close()
-        self._calls.deadlines.close()
+        self._calls.close()
 
 
 class GuestTransport:
@@ -71,9 +75,10 @@ class GuestTransport:
         self, host: HttpListener, methods: Sequence[Method], options: GrpcOptions, terms: RpcTerms
     ) -> None:
         self._host = host
-        calls = GrpcCalls({method.path: method for method in methods}, terms, options.concurrent_calls)
+        by_path = {method.path: method for method in methods}
+        calls = GrpcCalls(by_path, terms, options.concurrent_calls, host.gate)
         host.http2.add(calls)
-        host.on_closed.append(calls.deadlines.close)
+        host.on_closed.append(calls.close)
 
     async def open(self) -> tuple[str, int]:
         return self._host.address
@@ -112,8 +117,8 @@ class GrpcListener:
     """Serve the dialects' RPCs, health and reflection on one port.
 
     `descriptors` are serialized FileDescriptorSets for reflection; `restrictions` hold for all RPCs,
-    health's too. With `host` the port is that listener's: gRPC requests there are answered here, from
-    before it opens until it is closed."""
+    health's too, and with `gate` API keys are on. With `host` the port is that listener's: gRPC requests
+    there are answered here, from before it opens until it is closed."""
 
     def __init__(
         self,
@@ -134,12 +139,13 @@ class GrpcListener:
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
+        gate: KeyGate | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._balancer = balancer
-        self._tls, self._budget, self._passed_on = tls, budget, passed_on
+        self._tls, self._budget, self._passed_on, self._gate = tls, budget, passed_on, gate
         self._health = Health(nameless=nameless_health)
         health_methods = _health_methods(self._health)
         self._methods = tuple(guard_method(restrictions, method) for method in (*methods, *health_methods))
@@ -155,7 +161,7 @@ class GrpcListener:
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
         given = self._options, self._terms, self._balancer, self._tls, self._budget, self._passed_on
-        transport = self._transport or NativeTransport(self._place, self._all_methods(), *given)
+        transport = self._transport or NativeTransport(self._place, self._all_methods(), *given, self._gate)
         self._place = await transport.open()
         self._transport = transport
 

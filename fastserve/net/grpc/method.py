@@ -96,7 +96,7 @@ class Method:
     write: Callable[[Any], bytes]
     takes_stream: bool = False
     gives_stream: bool = False
-    scope: Scope | None = None
+    scope: Scope = field(kw_only=True)
     resources: Resources | None = None
     start: Callable[[bytes, GrpcExchange], bool] | None = None
     take: Callable[[GrpcExchange, ArrivedBody], bool] | None = None
@@ -104,9 +104,13 @@ class Method:
     most_bytes: int = 0
     """The most bytes of a request's message, within the listener's limit; 0: SMALL_BYTES unless it infers."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.scope, Scope):
+            raise TypeError(f"{self.path}: an RPC needs a Scope, given {self.scope!r}")
+
     def limit(self, most_bytes: int) -> int:
         """Return the most bytes of a request's message, where the listener allows `most_bytes`."""
-        infers = self.scope is None or self.scope is Scope.INFER
+        infers = self.scope is Scope.INFER
         return min(most_bytes, self.most_bytes or (most_bytes if infers else SMALL_BYTES))
 
     @property

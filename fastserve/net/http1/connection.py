@@ -273,6 +273,8 @@ class Http1Connection(Peered, asyncio.Protocol):
             return origin
         self._scanned = 0
         head = read_head(bytes(data[start:end]), limits)
+        if self.listener.gate is not None:
+            head.client = self.client
         self.listener.router.route(head)
         self._begin_body(head, head.body_bytes, len(data) - end)
         return end
@@ -288,6 +290,8 @@ class Http1Connection(Peered, asyncio.Protocol):
         else:
             self._begin(head, b"")
             return
+        if self.listener.gate is not None and (self._chunks is not None or available < length):
+            self.listener.router.check_key(head)
         if length >= CHECKED_BYTES:
             self.listener.router.check_body(head, length)
         if head.expects_continue and available == 0:

@@ -356,7 +356,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             limit = listener.limits.header_bytes
             refused = over_limit(431, "Header bytes", "header_bytes", limit)
             return self.shared.refusal(refused, fault.fields)
-        head = self.shared.find(fields)
+        head = self.shared.find(fields, self.client if listener.gate is not None else "")
         if generation == self._generation:
             if len(self.blocks) >= KNOWN_BLOCKS:
                 self.blocks.clear()

@@ -16,7 +16,7 @@ from fastserve.net.http1.large_bodies import BULK_BYTES, CLAIMED_BYTES, SIP_BYTE
 from fastserve.net.http2.arrived_bodies import BodyWaits
 from fastserve.net.http2.headers import CONTINUE, Fields, read_head, write_fields
 from fastserve.net.http2.stream import ErrorCode, Http2Stream, Piece, ServiceFinder, StreamState
-from fastserve.net.limits import JSON, BodyRefused, Verdict, WireFault, cut_off, over_limit, slowness
+from fastserve.net.limits import JSON, HeldBack, Verdict, WireFault, cut_off, over_limit, slowness
 from fastserve.net.request import BODILESS, Call, ReplyStream, RequestHead, WriteTurns
 from fastserve.net.router import CHECKED_BYTES
 from fastserve.util.memory_budget import REASON
@@ -128,12 +128,15 @@ class HttpService:
 
     def begin(self, stream: Http2Stream) -> None:
         """Prepare for a body; send 100 Continue where the client waits for it."""
-        if stream.head.body_bytes >= CHECKED_BYTES:
-            try:
-                self._listener.router.check_body(stream.head, stream.head.body_bytes)
-            except BodyRefused as refused:
-                self._hold_back(stream, refused.fault, refused.cause)
-                return
+        head, router = stream.head, self._listener.router
+        try:
+            if self._listener.gate is not None:
+                router.check_key(head)
+            if head.body_bytes >= CHECKED_BYTES:
+                router.check_body(head, head.body_bytes)
+        except HeldBack as refused:
+            self._hold_back(stream, refused.fault, refused.cause)
+            return
         if stream.head.expects_continue:
             stream.send_head(CONTINUE)
         stream.context = body = StreamBody(self, stream, stream.head.body_bytes)
@@ -334,6 +337,7 @@ class Http2ReplyStream(ReplyStream):
 
 SCRATCH_BYTES = 1 << 18
 KNOWN_HEADS = 512
+CLIENT = b"\x00client"  # no header has this name
 KNOWN_HEAD_BYTES = 2048  # longer ones are read anew: what clients send must not fill the memory
 
 
@@ -391,24 +395,25 @@ class Http2Shared:
         gathering, self._gathering = self._gathering, []
         run_all(gathering, methodcaller("flush"), report)
 
-    def find(self, fields: Fields) -> RequestHead:
-        """Return the head of a request with its service: the same object for equal fields. Raises
-        StreamFault."""
-        key = tuple(fields)
+    def find(self, fields: Fields, client: str = "") -> RequestHead:
+        """Return the head of a request with its service: the same object for equal fields of clients with
+        the same certificate, whose subject is `client` where that counts. Raises StreamFault."""
+        key = (*fields, (CLIENT, client.encode())) if client else tuple(fields)
         head = self._heads.get(key)
         if head is None:
-            head = self._read(fields)
+            head = self._read(fields, client)
             if sum(len(name) + len(value) for name, value in key) <= KNOWN_HEAD_BYTES:
                 if len(self._heads) >= KNOWN_HEADS:
                     self._heads.clear()
                 self._heads[key] = head
         return head
 
-    def _read(self, fields: Fields) -> RequestHead:
+    def _read(self, fields: Fields, client: str) -> RequestHead:
         try:
             head = read_head(fields, self._listener.limits)
         except WireFault as fault:
             return self.refusal(fault, fields)
+        head.client = client
         found = (service.find(head) for service in self._services)
         head.service = next(filter(None, found), None) or self.exchanges.find(head)
         return head

@@ -183,10 +183,15 @@ def shown(value: str) -> str:
 
 
 def subject_of(peer: ssl.SSLObject) -> str:
-    """Return the subject of a client's certificate, as "CN=name,O=company"; "" without a certificate."""
+    """Return the subject of a client's certificate, as "CN=name,O=company"; "" without a certificate.
+
+    A comma or backslash within a value has a backslash before it: no value passes for two."""
     said: Any = peer.getpeercert() or {}
     fields = [field for part in said.get("subject", ()) for field in part]
-    return ",".join(f"{_SHORT.get(name, name)}={value}" for name, value in fields)
+    return ",".join(f"{_SHORT.get(name, name)}={_SPECIAL.sub(_ESCAPED, value)}" for name, value in fields)
+
+
+_SPECIAL, _ESCAPED = re.compile(r"[\\,]"), r"\\\g<0>"
 
 
 def _read(field: str, value: str) -> bytes:

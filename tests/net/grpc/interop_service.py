@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastserve.errors import Kind, ServeError
+from fastserve.net.access_control import Scope
 from fastserve.net.grpc import GrpcListener, Method, Rpc
 from fastserve.net.tls import Credentials
 from fastserve.settings import GrpcOptions
@@ -80,7 +81,10 @@ def methods() -> list[Method]:
         ("FullDuplexCall", duplex, True, True),
         ("Sleeping", sleeping, True, True),
     ]
-    return [Method(SERVICE + name, bytes, run, bytes, takes, gives) for name, run, takes, gives in rows]
+    return [
+        Method(SERVICE + name, bytes, run, bytes, takes, gives, scope=Scope.INFER)
+        for name, run, takes, gives in rows
+    ]
 
 
 @contextlib.asynccontextmanager

@@ -10,6 +10,7 @@ import h2.errors
 import pytest
 from hyperframe.frame import Frame, GoAwayFrame, SettingsFrame
 
+from fastserve.net.access_control import Scope
 from fastserve.net.grpc import Method, Rpc
 from tests.net.grpc.peer import frame
 from tests.net.grpc.peer import serving as peer_serving
@@ -25,7 +26,7 @@ async def wait(request: bytes, rpc: Rpc) -> bytes:
     return request
 
 
-WAIT = Method("/t.T/Wait", bytes, wait, bytes)
+WAIT = Method("/t.T/Wait", bytes, wait, bytes, scope=Scope.INFER)
 
 
 def test_an_old_connection_is_told_and_its_calls_are_finished() -> None:

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve.errors import Kind, ServeError
+from fastserve.net.access_control import Scope
 from fastserve.net.grpc import GrpcExchange, Method
 from fastserve.net.grpc import method as method_module
 from fastserve.net.grpc.metadata import NEVER_NS, read_metadata, read_timeout, write_message, write_metadata
@@ -156,7 +157,9 @@ def test_a_method_hears_of_a_stream_that_is_broken(wrong: tuple[bytes, bool], st
             raise
 
     async def main() -> None:
-        method = Method("/t.T/Wait", bytes, wait, bytes, takes_stream=True, gives_stream=True)
+        method = Method(
+            "/t.T/Wait", bytes, wait, bytes, takes_stream=True, gives_stream=True, scope=Scope.INFER
+        )
         async with serving(method, message_bytes=1000) as (_, peer):
             number = peer.begin("/t.T/Wait")
             peer.send(number, frame(b"first"))
@@ -223,8 +226,8 @@ async def squeeze_all(requests: AsyncIterator[bytes], rpc: Any) -> AsyncIterator
 )
 def test_answers_are_compressed_for_who_takes_it(takes: str, coding: str, packing: Any) -> None:
     methods = [
-        Method("/t.T/Squeeze", bytes, squeeze, bytes),
-        Method("/t.T/SqueezeAll", bytes, squeeze_all, bytes, True, True),
+        Method("/t.T/Squeeze", bytes, squeeze, bytes, scope=Scope.INFER),
+        Method("/t.T/SqueezeAll", bytes, squeeze_all, bytes, True, True, scope=Scope.INFER),
     ]
     large = random.Random(1).randbytes(1_500_000)
     accept = ("grpc-accept-encoding", takes)
@@ -276,7 +279,10 @@ def test_a_method_that_does_not_read_stops_its_client() -> None:
     message = frame(bytes(100_000))
 
     async def main() -> None:
-        async with serving(Method("/t.T/Idle", bytes, idle, bytes, takes_stream=True)) as (_, peer):
+        async with serving(Method("/t.T/Idle", bytes, idle, bytes, takes_stream=True, scope=Scope.INFER)) as (
+            _,
+            peer,
+        ):
             number = peer.begin("/t.T/Idle")
             sent = 0
             while sent < 100:
@@ -317,7 +323,7 @@ class Short:
 
     @property
     def method(self) -> Method:
-        return Method("/t.T/Short", bytes, echo, bytes, start=self.start)
+        return Method("/t.T/Short", bytes, echo, bytes, start=self.start, scope=Scope.INFER)
 
 
 def test_start_takes_a_call_and_answers_later() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fastserve.net.access_control import Scope
 from fastserve.net.grpc.method import Method
 from fastserve.net.http2.flow_control import GROWTH_BYTES
 from tests.net.grpc.peer import Peer, frame, send_all, serving
@@ -22,7 +23,7 @@ async def sizes(requests: AsyncIterator[bytes], rpc: Any) -> AsyncIterator[bytes
         yield b"%d" % len(request)
 
 
-METHOD = Method(PATH, bytes, sizes, bytes, takes_stream=True, gives_stream=True)
+METHOD = Method(PATH, bytes, sizes, bytes, takes_stream=True, gives_stream=True, scope=Scope.INFER)
 
 
 async def send(peer: Peer, number: int, message: bytes) -> None:
@@ -61,7 +62,7 @@ def test_messages_that_wait_for_their_method_keep_no_window_from_the_next() -> N
         async for request in requests:
             yield b"%d" % len(request)
 
-    method = Method("/t.T/Slow", bytes, slow, bytes, takes_stream=True, gives_stream=True)
+    method = Method("/t.T/Slow", bytes, slow, bytes, takes_stream=True, gives_stream=True, scope=Scope.INFER)
 
     async def main() -> None:
         async with serving(method, message_bytes=1 << 26) as (_, peer):

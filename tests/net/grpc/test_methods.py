@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 
 from fastserve.errors import Kind, ServeError
+from fastserve.net.access_control import Scope
 from fastserve.net.grpc import GrpcListener, Method, Rpc
 from fastserve.settings import GrpcOptions
 from tests.net.kit import WAIT_S, until
@@ -76,14 +77,14 @@ def refuse(request: bytes) -> bytes:
 
 GOAWAY = b"\7"  # a type of frames
 METHODS = [
-    Method("/t.T/Echo", bytes, echo, bytes),
-    Method("/t.T/Fail", bytes, fail, bytes),
-    Method("/t.T/Twice", bytes, twice, bytes),
-    Method("/t.T/Look", bytes, look, bytes),
-    Method("/t.T/Refuse", refuse, echo, bytes),
-    Method("/t.T/Count", bytes, count, bytes, gives_stream=True),
-    Method("/t.T/Add", bytes, add, bytes, takes_stream=True),
-    Method("/t.T/Double", bytes, double, bytes, takes_stream=True, gives_stream=True),
+    Method("/t.T/Echo", bytes, echo, bytes, scope=Scope.INFER),
+    Method("/t.T/Fail", bytes, fail, bytes, scope=Scope.INFER),
+    Method("/t.T/Twice", bytes, twice, bytes, scope=Scope.INFER),
+    Method("/t.T/Look", bytes, look, bytes, scope=Scope.INFER),
+    Method("/t.T/Refuse", refuse, echo, bytes, scope=Scope.INFER),
+    Method("/t.T/Count", bytes, count, bytes, gives_stream=True, scope=Scope.INFER),
+    Method("/t.T/Add", bytes, add, bytes, takes_stream=True, scope=Scope.INFER),
+    Method("/t.T/Double", bytes, double, bytes, takes_stream=True, gives_stream=True, scope=Scope.INFER),
 ]
 
 
@@ -138,7 +139,7 @@ def test_a_long_text_is_not_told_twice() -> None:
         raise ServeError(Kind.UNAVAILABLE, "long " * 300, retry_after_s=2)
 
     async def main() -> None:
-        async with serving(Method("/t.T/Wordy", bytes, wordy, bytes)) as (_, channel):
+        async with serving(Method("/t.T/Wordy", bytes, wordy, bytes, scope=Scope.INFER)) as (_, channel):
             error = await refused(channel.unary_unary("/t.T/Wordy")(b""))
             assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "2000"
             assert rpc_status.from_call(error) is None
@@ -180,7 +181,10 @@ def test_an_access_log_sees_every_call() -> None:
         return b""
 
     async def main() -> None:
-        async with serving(Method("/t.T/Wait", bytes, wait, bytes), access_log=note) as (_, channel):
+        async with serving(Method("/t.T/Wait", bytes, wait, bytes, scope=Scope.INFER), access_log=note) as (
+            _,
+            channel,
+        ):
             sent = (("x-request-id", "r-1"),)
             assert await channel.unary_unary("/t.T/Echo")(b"hi", metadata=sent) == b"hi"
             await refused(channel.unary_unary("/t.T/Fail")(b"NOT_FOUND"))
@@ -239,7 +243,7 @@ def test_a_client_that_leaves_cancels_its_call() -> None:
                 ended.set()
             return b""
 
-        async with serving(Method("/t.T/Wait", bytes, wait, bytes)) as (_, channel):
+        async with serving(Method("/t.T/Wait", bytes, wait, bytes, scope=Scope.INFER)) as (_, channel):
             call = channel.unary_unary("/t.T/Wait")(b"")
             task = asyncio.ensure_future(call.code())
             await asyncio.wait_for(begun.wait(), WAIT_S)
@@ -259,7 +263,7 @@ def test_limits_of_size_and_number() -> None:
             await asyncio.Event().wait()
             return b""
 
-        method = Method("/t.T/Wait", bytes, wait, bytes)
+        method = Method("/t.T/Wait", bytes, wait, bytes, scope=Scope.INFER)
         async with serving(method, message_bytes=1000, concurrent_calls=1) as (_, channel):
             assert len(await channel.unary_unary("/t.T/Echo")(bytes(1000))) == 1000
             error = await refused(channel.unary_unary("/t.T/Echo")(bytes(1001)))
@@ -364,7 +368,7 @@ def test_drain_finishes_what_is_in_flight() -> None:
             await go.wait()
             return b"done"
 
-        async with serving(Method("/t.T/Wait", bytes, wait, bytes)) as (listener, channel):
+        async with serving(Method("/t.T/Wait", bytes, wait, bytes, scope=Scope.INFER)) as (listener, channel):
             call = asyncio.ensure_future(_await(channel.unary_unary("/t.T/Wait")(b"")))
             await asyncio.wait_for(begun.wait(), WAIT_S)
             drained = asyncio.ensure_future(listener.drain(WAIT_S))

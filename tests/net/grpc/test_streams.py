@@ -59,7 +59,7 @@ def counting(turns: Turns) -> Method:
             turns.take()
         yield b"%d" % turns.taken
 
-    return Method(PATH, bytes, count, bytes, takes_stream=True, gives_stream=True)
+    return Method(PATH, bytes, count, bytes, takes_stream=True, gives_stream=True, scope=Scope.INFER)
 
 
 @pytest.mark.parametrize("streams", [1, 20])
@@ -93,7 +93,9 @@ def test_messages_that_nobody_takes_are_kept_as_bytes(monkeypatch: pytest.Monkey
         yield b"%d" % len([request async for request in requests])
 
     async def main() -> None:
-        method = Method("/t.T/Late", bytes, late, bytes, takes_stream=True, gives_stream=True)
+        method = Method(
+            "/t.T/Late", bytes, late, bytes, takes_stream=True, gives_stream=True, scope=Scope.INFER
+        )
         async with serving(method) as (_, peer):
             number, other = peer.begin("/t.T/Late"), peer.begin("/t.T/Late")
             await send_all(peer, number, EMPTY * 20_000)

@@ -11,7 +11,7 @@ from hpack import Decoder, Encoder
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 from fastserve._ext.http2_frames import frame
-from fastserve.net.access_control import Opening
+from fastserve.net.access_control import Opening, Scope
 from fastserve.net.grpc import GrpcExchange, Method
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.method import RpcTerms
@@ -35,9 +35,9 @@ def reverse(data: bytes, exchange: GrpcExchange) -> bool:
 
 SERVED = [
     *METHODS,
-    Method("/t.T/Squeeze", bytes, squeeze, bytes),
-    Method("/t.T/SqueezeAll", bytes, squeeze_all, bytes, True, True),
-    Method("/t.T/Reverse", bytes, echo, bytes, start=reverse),
+    Method("/t.T/Squeeze", bytes, squeeze, bytes, scope=Scope.INFER),
+    Method("/t.T/SqueezeAll", bytes, squeeze_all, bytes, True, True, scope=Scope.INFER),
+    Method("/t.T/Reverse", bytes, echo, bytes, start=reverse, scope=Scope.INFER),
 ]
 # path, headers besides, the frames of its body; in the order of their streams, 1 and on.
 CALLS: list[tuple[str, list[tuple[str, str]], list[tuple[int, bytes]]]] = [

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fastserve.net.tls import Credentials
-from fastserve.server.front import CertificateWatch
+from fastserve.server.front import FileWatch
 from fastserve.settings.server_settings import TlsOptions
 
 
@@ -24,7 +24,7 @@ class Failing(Credentials):
 def test_what_nobody_foresaw_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         credentials = Failing(TlsOptions(poll_s=0.01))
-        watch = CertificateWatch(credentials)
+        watch = FileWatch("certificates", credentials.renew, lambda: credentials.options.poll_s)
         watch.open()
         end = asyncio.get_running_loop().time() + 5
         while credentials.looks < 2 and asyncio.get_running_loop().time() < end:

@@ -1,0 +1,112 @@
+"""`fastserve key new|list|revoke`: the file of API keys. A running server reads it again by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from fastserve.errors import ConfigError
+from fastserve.settings.key_file import KeyEntry, ScopeName, changing, make_key, read_expiry, read_keys
+
+SCOPES: tuple[ScopeName, ...] = get_args(ScopeName)
+DEFAULT_SCOPES = "infer,metadata"
+
+
+def file_option(function: click.decorators.FC) -> click.decorators.FC:
+    """Add `--file`, which the server's `keys` names by default."""
+    kind = click.Path(dir_okay=False, path_type=Path)
+    shown = "The file of keys."
+    return click.option(
+        "--file", "path", type=kind, required=True, envvar="FASTSERVE_KEYS", show_envvar=True, help=shown
+    )(function)
+
+
+def parse_scopes(context: click.Context, parameter: click.Parameter, text: str) -> tuple[ScopeName, ...]:
+    """Return the scopes of a list with commas."""
+    words = dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
+    unknown = [word for word in words if word not in SCOPES]
+    if unknown or not words:
+        given = unknown[0] if unknown else text
+        raise click.BadParameter(f"given {given!r}, allowed: {', '.join(SCOPES)}, with commas between")
+    return tuple(scope for scope in SCOPES if scope in words)
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """End the command with a sentence about a file that cannot be used."""
+    try:
+        yield
+    except (ConfigError, ValueError) as fault:
+        raise click.ClickException(str(fault)) from None
+    except OSError as fault:
+        raise click.ClickException(f"{fault.filename or 'the file'}: {fault.strerror or fault}") from None
+
+
+@click.group(short_help="Make, list and revoke API keys.")
+def key() -> None:
+    """Make, list and revoke the API keys of `fastserve serve --keys FILE`.
+
+    \b
+    Examples:
+      fastserve key new search --scopes infer,metadata --file keys.yaml
+      fastserve key new prometheus --scopes metrics --expires 90d --file keys.yaml
+      fastserve key list --file keys.yaml
+      fastserve key revoke search --file keys.yaml
+    """
+
+
+@key.command(short_help="Make a key, and print it once.")
+@click.argument("name")
+@click.option(
+    "--scopes", callback=parse_scopes, default=DEFAULT_SCOPES, show_default=True, metavar="SCOPE,...",
+    help=f"What it may do: {', '.join(SCOPES)}.",
+)  # fmt: skip
+@click.option("--expires", default="", metavar="DATE|DURATION", help="2027-01-31, or 30m, 12h, 90d from now.")
+@file_option
+def new(name: str, scopes: tuple[ScopeName, ...], expires: str, path: Path) -> None:
+    """Add a key for NAME, and print it: the file has its hash alone, so nobody can show it again."""
+    with in_words():
+        until = read_expiry(expires, datetime.now(timezone.utc)) if expires else ""
+        with changing(path) as entries:
+            if any(entry.name == name for entry in entries):
+                raise ConfigError(f"{path}: there is a key of the name {name}; revoke it, or choose another")
+            text, entry = make_key(name, scopes, until)
+            entries.append(entry)
+    click.echo(
+        f"{name} may {', '.join(scopes)}{f' until {until}' if until else ''}. Its key, shown once: {text}"
+    )
+
+
+@key.command("list", short_help="List the keys of a file.")
+@file_option
+def list_keys(path: Path) -> None:
+    """List names, scopes and dates; keys themselves are not in the file."""
+    with in_words():
+        now = datetime.now(timezone.utc).timestamp()
+        for entry in read_keys(path).keys:
+            click.echo(describe(entry, now))
+
+
+def describe(entry: KeyEntry, now: float) -> str:
+    """Return the line of an entry."""
+    who = f"subject {entry.subject}" if entry.subject else f"id {entry.id}"
+    ends = "never" if not entry.expires else entry.expires + ("  expired" if entry.expires_at <= now else "")
+    return f"{entry.name}  {','.join(entry.scopes)}  {who}  expires {ends}"
+
+
+@key.command(short_help="Revoke a key.")
+@click.argument("name")
+@file_option
+def revoke(name: str, path: Path) -> None:
+    """Remove the key of NAME: a running server refuses it within a second."""
+    with in_words(), changing(path) as entries:
+        kept = [entry for entry in entries if entry.name != name]
+        if len(kept) == len(entries):
+            raise ConfigError(f"{path}: there is no key of the name {name}")
+        entries[:] = kept
+    click.echo(f"{name} has no key any more")

@@ -1,0 +1,260 @@
+"""API keys: whose request it is, and whether it may have its route. One check, for every way a request takes.
+
+    head --identify--> ApiKey or None --check(scope)--> nothing, UNAUTHENTICATED or PERMISSION_DENIED
+
+A key is read from a request's head alone, as `Authorization: Bearer KEY`, `x-api-key` or `api-key`; a request
+with two different keys has none. Without a key the verified subject of the client's certificate counts.
+
+What is found is kept with the head: requests with equal heads, of clients with the same certificate, have
+equal rights. It holds for one *epoch*: a new one begins when the file changes or a key expires, and then
+every head is looked at again. So a request of a known head costs a comparison of two numbers, and no
+connection has rights of its own that another request on it could use.
+
+    HTTP   the router wraps every endpoint in a KeyedEndpoint, whoever calls it; a body that is still to come
+           is not read without a key (Router.check_key)
+    gRPC   CallHead.admit, before a call begins
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from fastserve.errors import Kind, Reason, ServeError, server_starting
+from fastserve.net.access_control import Opening, Refuse, Scope
+from fastserve.settings.key_file import KEY, KeyEntry, read_keys
+
+if TYPE_CHECKING:
+    from fastserve.net.http1.large_bodies import ArrivedBody
+    from fastserve.net.request import Call, Endpoint, RequestHead
+
+WANTED = "a valid API key is required: Authorization: Bearer KEY, x-api-key or api-key"
+REFUSED = "this API key does not allow this"
+_ALONE = (b"x-api-key", b"api-key")
+_BEARER = b"bearer"
+_DUMMY = KeyEntry("nobody", ("health",), "0" * 12, "0" * 32 + ":" + "0" * 64)
+"""Compared with where no entry has the id, so that unknown ids take as long as wrong secrets."""
+
+
+class ApiKey(NamedTuple):
+    """A client that is known by its key or certificate, and its rights."""
+
+    name: str
+    scopes: frozenset[Scope]
+    expires_at: float
+
+
+class _Ring(NamedTuple):
+    """The keys of one reading of the file."""
+
+    by_id: Mapping[bytes, tuple[KeyEntry, ApiKey]]
+    by_subject: Mapping[str, ApiKey]
+
+    def all(self) -> list[ApiKey]:
+        return [*(key for _, key in self.by_id.values()), *self.by_subject.values()]
+
+
+class EpochFollower(Protocol):
+    """What keeps results of `KeyGate.check`."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Look at every head again from now on."""
+
+
+class KeyGate:
+    """The keys of one front process. `load` once, then `renew` whenever the file may have changed or a key
+    may have expired."""
+
+    __slots__ = (
+        "_clock",
+        "_followers",
+        "_next_expiry",
+        "_path",
+        "_ring",
+        "_stamp",
+        "epoch",
+        "opens_health",
+        "stale",
+    )
+
+    def __init__(
+        self, path: Path, *, opens_health: bool = True, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path, self._clock = path, clock
+        self.opens_health = opens_health
+        self.epoch = 0
+        """Never 0 once `load` has returned, so that no head is admitted by what it begins with."""
+        self.stale = False
+        """The file has changed and cannot be used: the keys are those of before."""
+        self._ring = _Ring({}, {})
+        self._stamp: object = None
+        self._next_expiry = float("inf")
+        self._followers: list[EpochFollower] = []
+
+    def load(self) -> None:
+        """Read the file. Raises ConfigError."""
+        self._read()
+
+    def renew(self) -> bool:
+        """Read the file if it has changed, and expire keys; return whether it has changed. Raises ConfigError
+        for a file that cannot be used: the keys stay as they are."""
+        if self._clock() >= self._next_expiry:
+            self._begin_epoch()
+        stamp = self._look()
+        if stamp == self._stamp and not self.stale:
+            return False
+        try:
+            self._read()
+        except BaseException:
+            self.stale = True
+            raise
+        return True
+
+    @property
+    def count(self) -> int:
+        """The clients whose keys have not expired."""
+        now = self._clock()
+        return sum(key.expires_at > now for key in self._ring.all())
+
+    def seconds_to_expiry(self) -> float:
+        """Return the time until the next key expires."""
+        return max(0.0, self._next_expiry - self._clock())
+
+    def follow(self, follower: EpochFollower) -> None:
+        """Tell `follower` of this epoch and all that come."""
+        self._followers.append(follower)
+        follower.begin_epoch(self.epoch)
+
+    def leave(self, follower: EpochFollower) -> None:
+        self._followers.remove(follower)
+
+    def identify(self, head: RequestHead) -> ApiKey | None:
+        """Return the client of a request; None for one without a key, with a wrong one or with two."""
+        given = set(_find_keys(head))
+        if not given:
+            return self._in_force(self._ring.by_subject.get(head.client)) if head.client else None
+        if len(given) > 1:
+            return None
+        key = given.pop()
+        match = KEY.fullmatch(key)
+        entry, found = self._ring.by_id.get(match[1], (_DUMMY, None)) if match else (_DUMMY, None)
+        return self._in_force(found) if entry.fits(key) and found is not None else None
+
+    def check(self, head: RequestHead, scope: Scope | None) -> ServeError | None:
+        """Return the fault of a request for a route or an RPC; `scope` None: there is none, and any key may
+        be told so."""
+        if scope is Scope.HEALTH and self.opens_health:
+            return None
+        key = self.identify(head)
+        if key is None:
+            return ServeError(Kind.UNAUTHENTICATED, WANTED, reason=Reason.API_KEY)
+        if scope is not None and scope not in key.scopes:
+            return ServeError(Kind.PERMISSION_DENIED, REFUSED, reason=Reason.API_KEY)
+        return None
+
+    def _in_force(self, key: ApiKey | None) -> ApiKey | None:
+        return key if key is not None and key.expires_at > self._clock() else None
+
+    def _look(self) -> object:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+
+    def _read(self) -> None:
+        stamp = self._look()  # before: a change within the reading is seen by the next look
+        by_id: dict[bytes, tuple[KeyEntry, ApiKey]] = {}
+        by_subject: dict[str, ApiKey] = {}
+        for entry in read_keys(self._path).keys:
+            key = ApiKey(entry.name, frozenset(map(Scope, entry.scopes)), entry.expires_at)
+            if entry.subject:
+                by_subject[entry.subject] = key
+            else:
+                by_id[entry.id.encode()] = entry, key
+        self._ring, self._stamp, self.stale = _Ring(by_id, by_subject), stamp, False
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        now = self._clock()
+        self._next_expiry = min(
+            (k.expires_at for k in self._ring.all() if k.expires_at > now), default=float("inf")
+        )
+        self.epoch += 1
+        for follower in list(self._followers):
+            follower.begin_epoch(self.epoch)
+
+
+def _find_keys(head: RequestHead) -> list[bytes]:
+    """Return the keys in a request's headers. Another scheme of Authorization is none."""
+    found = []
+    for name, value in head.headers:
+        if name in _ALONE:
+            found.append(value.strip(b" \t"))
+        elif name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            if scheme.lower() == _BEARER:
+                found.append(token.strip(b" \t"))
+    return found
+
+
+class KeyedEndpoint:
+    """An endpoint for requests whose key allows it; `refuse` answers the others.
+
+    It stands around every other guard, and around the wait for the server's start."""
+
+    __slots__ = ("_endpoint", "_gate", "_opening", "_refuse", "_scope")
+
+    def __init__(
+        self, gate: KeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
+    ) -> None:
+        self._gate, self._opening = gate, opening
+        self._endpoint = endpoint
+        self._scope = scope
+        self._refuse = refuse
+
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        if call.head.admitted == self._gate.epoch or self._admit(call):
+            return self._endpoint(call)
+        return None
+
+    def _admit(self, call: Call) -> bool:
+        """Return whether the call may go on; another one is answered."""
+        fault = self.find_fault(call.head)
+        if fault is not None:
+            self._refuse(call, fault)
+            return False
+        if self._scope in self._opening.closed:
+            self._refuse(call, server_starting())
+            return False
+        call.head.admitted = self._gate.epoch
+        return True
+
+    def find_fault(self, head: RequestHead) -> ServeError | None:
+        """Return why a request with this head is refused."""
+        return self._gate.check(head, self._scope)
+
+
+class TakingKeyedEndpoint(KeyedEndpoint):
+    """A KeyedEndpoint of an endpoint that reads large bodies out of the socket itself."""
+
+    __slots__ = ()
+
+    def take(self, call: Call, body: ArrivedBody) -> bool:
+        """Offer the body to the endpoint; False before the key is known, which the call itself finds out."""
+        if call.head.admitted != self._gate.epoch and self.find_fault(call.head) is not None:
+            return False
+        if self._scope in self._opening.closed:
+            return False
+        taken: bool = self._endpoint.take(call, body)  # type: ignore[attr-defined]
+        return taken
+
+
+def keyed(
+    gate: KeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
+) -> KeyedEndpoint:
+    """Return the endpoint behind the gate."""
+    made = TakingKeyedEndpoint if hasattr(endpoint, "take") else KeyedEndpoint
+    return made(gate, opening, endpoint, scope, refuse)
