@@ -261,7 +261,7 @@ class StreamCall(Call):
         listener, head = self._connection.listener, self.head
         special = status != 200 or headers or self._replied or head.bodiless or head.found is not None
         if special or head.identified or not listener.plain:
-            super().reply(status, body, content_type, headers, close, even_to_head)
+            super().reply(status, body, content_type, headers, close)  # RFC 9113 8.1: no DATA to a HEAD
             return
         self._replied = True
         block = listener.blocks.find(status, content_type, len(body))

@@ -1,0 +1,255 @@
+"""Every route and RPC of the server's own tables, over every transport, with every sort of key: one table of
+what is answered. A new route or RPC is in it without a word here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from fastserve.app.json_api import SPEC as APP
+from fastserve.dialects import SPECS as DIALECTS
+from fastserve.net.access_control import Scope
+from fastserve.net.api_keys import REFUSED, WANTED
+from fastserve.server import Server
+from fastserve.settings import GrpsOptions, Listener, Settings, TFServingOptions
+from fastserve.settings.key_file import changing, make_key
+from tests.dialects.test_specs import targets
+from tests.server.rig import run, write_model
+
+pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+
+SPECS = (APP, *DIALECTS)
+EVERY = ("tfserving", "kserve_v2", "triton_v1", "grps", "textgen", "app")
+BAD = ("none", "wrong", "expired", "revoked")
+HEALTH_RPCS = {f"/grpc.health.v1.Health/{name}": Scope.HEALTH for name in ("Check", "Watch")}
+REFLECTION = {
+    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": Scope.METADATA
+    for version in ("v1", "v1alpha")
+}
+RPCS = {**{path: scope for spec in SPECS for path, scope in spec.rpcs.items()}, **HEALTH_RPCS, **REFLECTION}
+
+
+class Keys:
+    """A file of keys: one of each scope, one that has expired, one that was revoked, and one of another
+    server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "keys.yaml"
+        self.of: dict[str, str] = {"wrong": make_key("other", ("admin",))[0]}
+        with changing(self.path) as entries:
+            for scope in Scope:
+                self.of[scope.value], entry = make_key(scope.value, (scope.value,))
+                entries.append(entry)
+            every = [scope.value for scope in Scope]
+            self.of["expired"], entry = make_key("expired", every, "2020-01-01")
+            entries.append(entry)
+            self.of["revoked"], entry = make_key("revoked", every)
+            entries.append(entry)
+        with changing(self.path) as entries:
+            entries.pop()
+
+    def headers(self, sort: str) -> dict[str, str]:
+        return {} if sort == "none" else {"authorization": f"Bearer {self.of[sort]}"}
+
+
+def expected(scope: Scope | None, sort: str, *, health_asks: bool = False) -> str:
+    """What a request gets: "in", 401 or 403. `scope` None: of what is not there."""
+    if scope is Scope.HEALTH and not health_asks:
+        return "in"
+    if sort in BAD:
+        return "401"
+    return "in" if scope is None or scope.value == sort else "403"
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, keys: Keys, **changes: Any) -> AsyncIterator[Server]:
+    """Every dialect on one port, over HTTP and gRPC, another port for gRPC alone, and a port for metrics."""
+    place = Listener("127.0.0.1:0", EVERY)
+    settings = Settings(
+        repository=str(folder),
+        http=(place, Listener("127.0.0.1:0", ("metrics",))),
+        grpc=(place, Listener("127.0.0.1:0", EVERY[:4])),
+        model_control="explicit",
+        keys=str(keys.path),
+        dialect_options={"app": {"paths": {"/m": "twice"}}},
+        dialects=("fastserve.app.json_api:SPEC",),
+        tfserving=TFServingOptions(monitoring=True, cors=True),
+        grps=GrpsOptions(customized_path="/CUSTOMIZED-PATH", http_status="always_200"),
+        **changes,
+    )
+    server = Server(settings)
+    await server.open()
+    try:
+        yield server
+    finally:
+        await server.drain(5)
+
+
+def routes(server: Server) -> Iterator[tuple[int, str, str, Scope | None]]:
+    """(listener, verb, target, scope) of all there are, of a wrong verb for each path, and of what is not
+    there."""
+    seen: set[tuple[int, str, str]] = set()
+    for spec in SPECS:
+        for row in spec.routes:
+            for target in targets(row.path):
+                for verb in (*row.scopes, "PATCH"):
+                    at = int(spec.name == "metrics")
+                    if (at, verb, target) in seen:
+                        continue
+                    seen.add((at, verb, target))
+                    found = server.front.http[at].router.choose(verb, target)
+                    yield at, verb, target, None if found is None else found[1].scope
+    for verb, target in (("GET", "/nowhere"), ("POST", "/v9/x"), ("GET", "//healthz/live")):
+        found = server.front.http[0].router.choose(verb, target)
+        yield 0, verb, target, None if found is None else found[1].scope
+
+
+def outcome(reply: httpx.Response) -> str:
+    told = reply.headers.get("www-authenticate", "")
+    if reply.status_code == 401:
+        assert told == 'Bearer realm="fastserve"', reply.request.url
+        return "401"
+    if reply.status_code == 403 and told:
+        assert told == 'Bearer realm="fastserve", error="insufficient_scope"', reply.request.url
+        return "403"
+    assert not told
+    return "in"
+
+
+async def ask(client: httpx.AsyncClient, verb: str, url: str, headers: dict[str, str]) -> str:
+    place, slash, path = url.removeprefix("http://").partition("/")
+    request = client.build_request(
+        verb, f"http://{place}/", headers=headers, content=b"{}" if verb == "POST" else None
+    )
+    request.url = request.url.copy_with(raw_path=(slash + path).encode())  # as it is, "//" and all
+    reply = await client.send(request, stream=True)  # of a stream that is let in only the head is wanted
+    try:
+        return outcome(reply)
+    finally:
+        await reply.aclose()
+
+
+@pytest.mark.parametrize("http2", [False, True], ids=["http1", "http2"])
+@pytest.mark.parametrize("health_asks", [False, True], ids=["open health", "keyed health"])
+def test_http(tmp_path: Path, http2: bool, health_asks: bool) -> None:
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+
+    async def work() -> None:
+        tried: set[Scope | None] = set()
+        wrong: list[str] = []
+        async with (
+            serving(tmp_path, keys, keys_health=health_asks) as server,
+            httpx.AsyncClient(http1=not http2, http2=http2, timeout=60) as client,
+        ):
+            for at, verb, target, scope in list(routes(server)):
+                tried.add(scope)
+                host = "{}:{}".format(*server.front.http[at].address)
+                for sort in ("none", *keys.of):
+                    want = expected(scope, sort, health_asks=health_asks)
+                    got = await ask(client, verb, f"http://{host}{target}", keys.headers(sort))
+                    if got != want:
+                        wrong.append(f"{verb} {target} ({scope}) with {sort}: {got}, expected {want}")
+        assert not wrong, "\n".join(wrong)
+        assert tried == {None, *Scope}
+
+    run(work())
+
+
+async def call(channel: grpc.aio.Channel, path: str, headers: dict[str, str]) -> str:
+    given = channel.unary_stream(path)(b"", metadata=tuple(headers.items()), timeout=60)
+    try:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # its code is the call's
+            if await given.read() is not grpc.aio.EOF:
+                return "in"
+        code, details = await given.code(), await given.details()
+    finally:
+        given.cancel()
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        assert details == WANTED
+        return "401"
+    return "403" if (code, details) == (grpc.StatusCode.PERMISSION_DENIED, REFUSED) else "in"
+
+
+@pytest.mark.parametrize("health_asks", [False, True], ids=["open health", "keyed health"])
+@pytest.mark.parametrize("port", [0, 1], ids=["shared port", "gRPC's own port"])
+def test_grpc(tmp_path: Path, port: int, health_asks: bool) -> None:
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+
+    async def work() -> None:
+        wrong: list[str] = []
+        async with serving(tmp_path, keys, keys_health=health_asks) as server:
+            place = "{}:{}".format(*server.front.grpc[port].address)
+            async with grpc.aio.insecure_channel(place) as channel:
+                for path, scope in [*RPCS.items(), ("/no.Service/Call", None)]:
+                    for sort in ("none", *keys.of):
+                        want = expected(scope, sort, health_asks=health_asks)
+                        got = await call(channel, path, keys.headers(sort))
+                        if got != want:
+                            wrong.append(f"{path} ({scope}) with {sort}: {got}, expected {want}")
+        assert not wrong, "\n".join(wrong)
+        assert set(RPCS.values()) == {*Scope} - {Scope.METRICS}
+
+    run(work())
+
+
+FORMS: dict[str, Any] = {
+    "/v1/models/twice:predict": {"error": WANTED},  # TensorFlow Serving
+    "/v2/models/twice/infer": {"error": WANTED},
+    "/v1/chat/completions": {
+        "error": {"message": WANTED, "type": "authentication_error", "param": None, "code": "invalid_api_key"}
+    },
+    "/generate_stream": {"error": WANTED, "error_type": "unauthorized"},  # TGI
+}
+
+
+def test_forms_of_refusals(tmp_path: Path) -> None:
+    """Each dialect's own, and none that depends on what was wrong."""
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path, keys) as server, httpx.AsyncClient() as client:
+            root = "http://{}:{}".format(*server.front.http[0].address)
+            for target, form in FORMS.items():
+                bodies = set()
+                for sort in BAD:
+                    reply = await client.post(root + target, headers=keys.headers(sort), content=b"{}")
+                    assert reply.status_code == 401
+                    bodies.add(reply.content)
+                (body,) = bodies
+                assert json.loads(body) == form, target
+            reply = await client.post(f"{root}/grps/v1/infer/predict", content=b"{}")
+            told = reply.json()["status"]  # with a status of its own, also where errors are answered 200
+            assert (reply.status_code, told["code"], told["msg"]) == (401, 401, WANTED)
+            reply = await client.post(f"{root}/api/infer/twice", content=b"{}")
+            assert reply.status_code == 401
+            assert WANTED in reply.headers["nv-status"]
+
+    run(work())
+
+
+def test_two_keys_of_one_connection_do_not_share_it(tmp_path: Path) -> None:
+    """As a proxy sends its users' calls: on one connection, at the same time."""
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path, keys) as server:
+            place = "{}:{}".format(*server.front.grpc[1].address)
+            async with grpc.aio.insecure_channel(place) as channel:
+                path = "/inference.GRPCInferenceService/ModelMetadata"
+                sorts = ["metadata", "none", "infer", "wrong"] * 50
+                got = await asyncio.gather(*(call(channel, path, keys.headers(sort)) for sort in sorts))
+        assert got == ["in", "401", "403", "401"] * 50
+
+    run(work())
