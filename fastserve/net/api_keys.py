@@ -6,13 +6,13 @@ A key is read from a request's head alone, as `Authorization: Bearer KEY`, `x-ap
 with two different keys has none. Without a key the verified subject of the client's certificate counts.
 
 What is found is kept with the head: requests with equal heads, of clients with the same certificate, have
-equal rights. It holds for one *epoch*: a new one begins when the file changes or a key expires, and then
-every head is looked at again. So a request of a known head costs a comparison of two numbers, and no
-connection has rights of its own that another request on it could use.
+equal rights, and no connection has rights of its own that another request on it could use. It holds for one
+*epoch*: a new one begins when the file changes or a key expires, and then every head is looked at again.
 
-    HTTP   the router wraps every endpoint in a KeyedEndpoint, whoever calls it; a body that is still to come
-           is not read without a key (Router.check_key)
-    gRPC   CallHead.admit, before a call begins
+    HTTP   the router puts a KeyedEndpoint before every endpoint. Once it has let a head in, requests with
+           this head skip it for the rest of the epoch, at no cost each. A body that is still to come is not
+           read without a key (Router.check_key).
+    gRPC   CallHead.admit, before a call begins; a head of this epoch costs a comparison of two numbers
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from fastserve.errors import Kind, Reason, ServeError, server_starting
 from fastserve.net.access_control import Opening, Refuse, Scope
@@ -68,16 +69,9 @@ class KeyGate:
     may have expired."""
 
     __slots__ = (
-        "_clock",
-        "_followers",
-        "_next_expiry",
-        "_path",
-        "_ring",
-        "_stamp",
-        "epoch",
-        "opens_health",
-        "stale",
-    )
+        "_clock", "_followers", "_next_expiry", "_path", "_ring", "_skipping", "_stamp", "epoch",
+        "opens_health", "stale",
+    )  # fmt: skip
 
     def __init__(
         self, path: Path, *, opens_health: bool = True, clock: Callable[[], float] = time.time
@@ -85,13 +79,14 @@ class KeyGate:
         self._path, self._clock = path, clock
         self.opens_health = opens_health
         self.epoch = 0
-        """Never 0 once `load` has returned, so that no head is admitted by what it begins with."""
+        """Never 0 once `load` has returned."""
         self.stale = False
         """The file has changed and cannot be used: the keys are those of before."""
         self._ring = _Ring({}, {})
         self._stamp: object = None
         self._next_expiry = float("inf")
         self._followers: list[EpochFollower] = []
+        self._skipping: WeakKeyDictionary[RequestHead, KeyedEndpoint] = WeakKeyDictionary()
 
     def load(self) -> None:
         """Read the file. Raises ConfigError."""
@@ -129,6 +124,11 @@ class KeyGate:
 
     def leave(self, follower: EpochFollower) -> None:
         self._followers.remove(follower)
+
+    def skip(self, head: RequestHead, keyed: KeyedEndpoint, endpoint: Endpoint) -> None:
+        """Let requests with this head skip `keyed` until the next epoch."""
+        self._skipping[head] = keyed
+        head.endpoint = endpoint
 
     def identify(self, head: RequestHead) -> ApiKey | None:
         """Return the client of a request; None for one without a key, with a wrong one or with two."""
@@ -182,6 +182,9 @@ class KeyGate:
         self._next_expiry = min(
             (k.expires_at for k in self._ring.all() if k.expires_at > now), default=float("inf")
         )
+        for head, keyed in self._skipping.items():
+            head.endpoint = keyed
+        self._skipping.clear()
         self.epoch += 1
         for follower in list(self._followers):
             follower.begin_epoch(self.epoch)
@@ -216,21 +219,14 @@ class KeyedEndpoint:
         self._refuse = refuse
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        if call.head.admitted == self._gate.epoch or self._admit(call):
-            return self._endpoint(call)
-        return None
-
-    def _admit(self, call: Call) -> bool:
-        """Return whether the call may go on; another one is answered."""
         fault = self.find_fault(call.head)
+        if fault is None and self._scope in self._opening.closed:
+            fault = server_starting()
         if fault is not None:
             self._refuse(call, fault)
-            return False
-        if self._scope in self._opening.closed:
-            self._refuse(call, server_starting())
-            return False
-        call.head.admitted = self._gate.epoch
-        return True
+            return None
+        self._gate.skip(call.head, self, self._endpoint)
+        return self._endpoint(call)
 
     def find_fault(self, head: RequestHead) -> ServeError | None:
         """Return why a request with this head is refused."""
@@ -244,9 +240,7 @@ class TakingKeyedEndpoint(KeyedEndpoint):
 
     def take(self, call: Call, body: ArrivedBody) -> bool:
         """Offer the body to the endpoint; False before the key is known, which the call itself finds out."""
-        if call.head.admitted != self._gate.epoch and self.find_fault(call.head) is not None:
-            return False
-        if self._scope in self._opening.closed:
+        if self._scope in self._opening.closed or self.find_fault(call.head) is not None:
             return False
         taken: bool = self._endpoint.take(call, body)  # type: ignore[attr-defined]
         return taken

@@ -139,7 +139,7 @@ class RequestHead:
     """One request head. Immutable once read and routed: calls with equal heads share it."""
 
     __slots__ = (
-        "admitted", "after_length", "before_length", "bodiless", "body_bytes", "client", "endpoint",
+        "__weakref__", "after_length", "before_length", "bodiless", "body_bytes", "client", "endpoint",
         "expects_continue", "found", "headers", "http_1_0", "identified", "memo", "method", "mode", "raw",
         "service", "target", "total_bytes",
     )  # fmt: skip
@@ -163,7 +163,6 @@ class RequestHead:
         self.identified = False  # it names the request: so does its reply (an X-Request-Id header)
         self.found: CachedRoute | None = None  # what the router remembers once this is answered 200
         self.client = ""  # the subject of the client's certificate, where keys are on (api_keys)
-        self.admitted = 0  # the epoch of keys in which its key was found to allow it
         self.memo: Any = None  # the service's, worked out once for all requests with this head
 
     def find(self, name: bytes) -> bytes | None:
