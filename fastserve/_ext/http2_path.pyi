@@ -74,6 +74,7 @@ class CallsPath:
     deadlines: Any
     opening: Any
     logged: bool
+    epoch: int
     def __init__(self, terms: tuple[bytes, bytes, Any, type[CallPath]]) -> None: ...
 
 class HeadPath:
@@ -82,6 +83,7 @@ class HeadPath:
     timeout_ns: int
     ordinary: bool
     takes_stream: bool
+    epoch: int
     def answer(self, stream: StreamFields, body: bytes) -> None: ...
 
 class CallPath:

@@ -58,7 +58,7 @@ class _Ring(NamedTuple):
 
 
 class EpochFollower(Protocol):
-    """What keeps results of `KeyGate.check`."""
+    """A keeper of results of `KeyGate.check`."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Look at every head again from now on."""

@@ -28,8 +28,9 @@ from fastserve.dialects.admin.history import INTERVAL_S, History, work_on
 from fastserve.dialects.admin.numbers import NumbersReader
 from fastserve.dialects.admin.page_files import PAGE_METHODS, PageFiles, page_headers
 from fastserve.dialects.admin.probes import refuse_probe_method
+from fastserve.errors import ServeError
 from fastserve.net.access_control import Scope
-from fastserve.net.router import Route
+from fastserve.net.router import Route, refuse_plainly
 from fastserve.serving.dialect import (
     Dialect,
     DialectSpec,
@@ -38,6 +39,7 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
+from fastserve.serving.key_page import ask_for_key
 
 if TYPE_CHECKING:
     from typing import Any
@@ -138,6 +140,10 @@ class Console(Dialect):
             return None
         return Route(endpoint if method in SCOPES else refuse_probe_method, Scope.METRICS)
 
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        if call.target.partition("?")[0] != PAGE.path or not ask_for_key(call, fault):
+            refuse_plainly(call, fault)
+
     async def show_numbers(self, call: Call) -> None:
         after = read_after(call)
         if after is not None:
@@ -187,6 +193,9 @@ class ListenerConsole(Dialect):
     def __init__(self, console: Console, examples: Examples) -> None:
         self._console = console
         self._show_model = partial(console.show_model, examples=examples)
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        self._console.refuse(call, fault)
 
     def route(self, method: str, target: str) -> Route | None:
         route = self._console.route(method, target)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from fastserve.dialects.admin.openapi_document import Document, Spoken
 from fastserve.dialects.admin.page_files import PAGE_METHODS, PageFiles, page_headers
 from fastserve.dialects.admin.probes import refuse_probe_method
+from fastserve.errors import ServeError
 from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.limits import JSON, error_body
-from fastserve.net.router import Route, Router, Yields
+from fastserve.net.router import Route, Router, Yields, refuse_plainly
 from fastserve.serving.dialect import (
     ALIVE,
     Dialect,
@@ -27,6 +28,7 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
+from fastserve.serving.key_page import ask_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -77,6 +79,10 @@ class OpenApi(Dialect):
         if endpoint is None:
             return None
         return Route(endpoint if method in SCOPES else refuse_probe_method, Scope.METADATA, Yields.FIRST)
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        if call.target.partition("?")[0] != PAGE.path or not ask_for_key(call, fault):
+            refuse_plainly(call, fault)
 
     def _route_root(self, method: str, target: str) -> Route | None:
         """Return the route of / for browsers, where no dialect has it for itself. Its access is that of the

@@ -29,6 +29,11 @@ MOST_NAMES = 1000
 KEPT = 2
 """Documents of a listener that are kept: callers with a secret see another one than those without."""
 ABOUT = "The models of this server, by every API that this address speaks."
+SECURITY_SCHEMES: dict[str, dict[str, str]] = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key of this server."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
+}
 Granted = frozenset[Secret]
 Spoken = Sequence[tuple[DialectSpec[Any], Dialect]]
 
@@ -77,7 +82,7 @@ class Document:
     async def _write(self, granted: Granted) -> bytes:
         catalog, engine = self._context.engine.catalog, self._context.engine
         versions = [model.latest for _, model in sorted(catalog.models.items()) if model.latest is not None]
-        writer, models = DocumentWriter(), []
+        writer, models = DocumentWriter(bool(self._context.settings.keys)), []
         turn_ends = monotonic() + TURN_S
         for one in versions:
             models.append(ModelFacts(self._views.of(one), engine.text_info(one)))
@@ -115,7 +120,8 @@ class DocumentWriter:
     """Writes one document. Operations are encoded as they come; those of models past MOST_BYTES are left
     out, and their models are named."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks_for_keys: bool = False) -> None:
+        self._asks_for_keys = asks_for_keys
         self._paths: dict[str, dict[str, msgspec.Raw]] = {}
         self._components: dict[str, msgspec.Raw] = {}
         self._names: set[str] = set()
@@ -149,13 +155,17 @@ class DocumentWriter:
         if self._left_out:
             more["x-models-left-out"] = list(self._left_out)[:MOST_NAMES]
             about += f" {len(self._left_out)} models are left out: the document has a limit of 8 MiB."
+        components: dict[str, Any] = {"schemas": self._components}
+        if self._asks_for_keys:
+            components["securitySchemes"] = SECURITY_SCHEMES
+            more["security"] = [{name: []} for name in SECURITY_SCHEMES]
         return msgspec.json.encode(
             {
                 "openapi": "3.1.0",
                 "info": {"title": "fastserve", "version": __version__, "description": about},
                 "tags": [{"name": tag} for tag in self._tags],
                 "paths": self._paths,
-                "components": {"schemas": self._components},
+                "components": components,
                 **more,
             }
         )
