@@ -25,6 +25,7 @@ import msgspec
 
 from fastserve.dialects.admin.examples import Examples
 from fastserve.dialects.admin.history import INTERVAL_S, History, work_on
+from fastserve.dialects.admin.key_page import ask_for_key
 from fastserve.dialects.admin.numbers import NumbersReader
 from fastserve.dialects.admin.page_files import PAGE_METHODS, PageFiles, page_headers
 from fastserve.dialects.admin.probes import refuse_probe_method
@@ -39,7 +40,6 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
-from fastserve.serving.key_page import ask_for_key
 
 if TYPE_CHECKING:
     from typing import Any

@@ -12,6 +12,7 @@ from __future__ import annotations
 from hmac import compare_digest
 from typing import TYPE_CHECKING
 
+from fastserve.dialects.admin.key_page import ask_for_key
 from fastserve.dialects.admin.openapi_document import Document, Spoken
 from fastserve.dialects.admin.page_files import PAGE_METHODS, PageFiles, page_headers
 from fastserve.dialects.admin.probes import refuse_probe_method
@@ -28,7 +29,6 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
-from fastserve.serving.key_page import ask_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.serving.key_page import SCRIPT, STYLE
+from fastserve.dialects.admin.key_page import SCRIPT, STYLE
 from fastserve.settings.key_file import KeyEntry, changing, make_key
 from tests.certificates import authority, issue, root_file, trusting
 from tests.running import QUICK_DEMO, Running, until
