@@ -58,13 +58,13 @@ class _Ring(NamedTuple):
 
 
 class EpochFollower(Protocol):
-    """A keeper of results of `KeyGate.check`."""
+    """A keeper of results of `ApiKeyGate.check`."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Look at every head again from now on."""
 
 
-class KeyGate:
+class ApiKeyGate:
     """The keys of one front process. `load` once, then `renew` whenever the file may have changed or a key
     may have expired."""
 
@@ -211,7 +211,7 @@ class KeyedEndpoint:
     __slots__ = ("_endpoint", "_gate", "_opening", "_refuse", "_scope")
 
     def __init__(
-        self, gate: KeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
+        self, gate: ApiKeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
     ) -> None:
         self._gate, self._opening = gate, opening
         self._endpoint = endpoint
@@ -247,7 +247,7 @@ class TakingKeyedEndpoint(KeyedEndpoint):
 
 
 def keyed(
-    gate: KeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
+    gate: ApiKeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
 ) -> KeyedEndpoint:
     """Return the endpoint behind the gate."""
     made = TakingKeyedEndpoint if hasattr(endpoint, "take") else KeyedEndpoint

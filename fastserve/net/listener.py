@@ -26,7 +26,7 @@ import msgspec
 
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions
-from fastserve.net.api_keys import KeyGate
+from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.callback_guard import report
 from fastserve.net.http1.connection import Http1Connection
 from fastserve.net.http2.connection import Http2Connection
@@ -91,7 +91,7 @@ class HttpListener(ListenerState):
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
-        gate: KeyGate | None = None,
+        gate: ApiKeyGate | None = None,
     ) -> None:
         super().__init__(
             dialects, limits, access_log, clock, opening, origins, restrictions, lifetimes, budget, gate

@@ -17,7 +17,7 @@ import msgspec
 
 from fastserve.net.accept_balance import PortCount
 from fastserve.net.access_control import Opening, Restrictions
-from fastserve.net.api_keys import KeyGate
+from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.callback_guard import Guard, Guarded
 from fastserve.net.fair_queue import FairQueue
 from fastserve.net.half_closed import HangupWatch
@@ -68,7 +68,7 @@ class ListenerState:
         restrictions: Restrictions,
         lifetimes: Lifetimes | None,
         budget: MemoryBudget | None,
-        gate: KeyGate | None,
+        gate: ApiKeyGate | None,
     ) -> None:
         self.budget = budget or MemoryBudget(limits.memory_bytes or LEAST_MEMORY_BYTES, clock=clock)
         self.set_limits(limits)

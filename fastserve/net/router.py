@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Resources, Restrictions, Scope, guard
-from fastserve.net.api_keys import KeyedEndpoint, KeyGate, keyed
+from fastserve.net.api_keys import ApiKeyGate, KeyedEndpoint, keyed
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
 
@@ -145,7 +145,7 @@ class Router:
         opening: Opening | None = None,
         origins: Sequence[str] = (),
         restrictions: Restrictions = NO_RESTRICTIONS,
-        gate: KeyGate | None = None,
+        gate: ApiKeyGate | None = None,
     ) -> None:
         self._gate = gate
         self._dialects = tuple(dialects)

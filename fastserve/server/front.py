@@ -30,7 +30,7 @@ from fastserve.metrics.readiness import write_failures
 from fastserve.net import Call, HttpListener, InheritedSockets, shown
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening, Restrictions
-from fastserve.net.api_keys import KeyGate
+from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.tls import Credentials
 from fastserve.server.dialect_selection import Spec, choose_grpc, choose_http, find_specs
@@ -186,7 +186,7 @@ class FrontGauges:
         if credentials is not None:
             self._registry.gauges(names.TLS_EXPIRES).of().set(credentials.expires_at)
 
-    def show_keys(self, gate: KeyGate | None) -> None:
+    def show_keys(self, gate: ApiKeyGate | None) -> None:
         """Record how many API keys are in force. Only the owner does: all fronts read the same file."""
         if gate is not None:
             self._registry.gauges(names.API_KEYS).of().set(gate.count)
@@ -267,7 +267,7 @@ class Front:
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
     close_lent: Callable[[bytes], Awaitable[None]] = keep_nothing  # workers let go of memory on a GPU
     tls: Credentials | None = None  # of listeners that speak it
-    gate: KeyGate | None = None  # where API keys are on
+    gate: ApiKeyGate | None = None  # where API keys are on
     watches: list[FileWatch] = field(default_factory=list)
     budget: MemoryBudget = field(init=False)  # of all listeners
     regions: Regions = field(init=False)
@@ -328,7 +328,7 @@ class Front:
     def _open_keys(self) -> None:
         """Read the file of keys, and watch it. Raises ConfigError."""
         settings = self.settings
-        gate = self.gate = KeyGate(Path(settings.keys), opens_health=not settings.keys_health)
+        gate = self.gate = ApiKeyGate(Path(settings.keys), opens_health=not settings.keys_health)
         gate.load()
         self._watch(
             FileWatch(

@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.net.access_control import Opening, Scope
-from fastserve.net.api_keys import REFUSED, WANTED, KeyGate, keyed
+from fastserve.net.api_keys import REFUSED, WANTED, ApiKeyGate, keyed
 from fastserve.net.callback_guard import SUBJECT
 from fastserve.net.grpc import GrpcListener, Method
 from fastserve.net.http1.large_bodies import BULK_BYTES
@@ -40,7 +40,7 @@ class Keys:
         self.text: dict[str, bytes] = {}
         for name, scopes in (("a", ("infer",)), ("b", ("infer",)), ("m", ("metadata",))):
             self.add(name, *scopes)
-        self.gate = KeyGate(self.path, clock=self.clock)
+        self.gate = ApiKeyGate(self.path, clock=self.clock)
         self.gate.load()
 
     def add(self, name: str, *scopes: Any, expires: str = "", subject: str = "") -> None:

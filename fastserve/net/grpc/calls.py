@@ -29,7 +29,7 @@ from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_path import CallPath, CallsPath, HeadPath
 from fastserve.errors import Kind, ServeError, detach, malformed_call
 from fastserve.net.access_control import Scope
-from fastserve.net.api_keys import KeyGate
+from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate_offloaded, pack
 from fastserve.net.fair_queue import TimeShare
 from fastserve.net.grpc.metadata import (
@@ -619,7 +619,11 @@ class GrpcCalls(CallsPath):
     __slots__ = ("_methods", "gate", "share", "streaming", "terms")
 
     def __init__(
-        self, methods: Mapping[str, Method], terms: RpcTerms, most_at_once: int, gate: KeyGate | None = None
+        self,
+        methods: Mapping[str, Method],
+        terms: RpcTerms,
+        most_at_once: int,
+        gate: ApiKeyGate | None = None,
     ) -> None:
         super().__init__((HEAD, OK, StreamState.CLOSED, GrpcCall))
         self.terms, self._methods = terms, methods

@@ -8,7 +8,7 @@ import msgspec
 
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions, Scope
-from fastserve.net.api_keys import KeyGate
+from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.health import Health, reflection_methods
 from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_method
@@ -36,7 +36,7 @@ class NativeTransport:
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
-        gate: KeyGate | None = None,
+        gate: ApiKeyGate | None = None,
     ) -> None:
         by_path = {method.path: method for method in methods}
         self._calls = GrpcCalls(by_path, terms, options.concurrent_calls, gate)
@@ -139,7 +139,7 @@ class GrpcListener:
         tls: Credentials | None = None,
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
-        gate: KeyGate | None = None,
+        gate: ApiKeyGate | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
