@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SHORT_LINES = 80
 CYCLE_FILES = 3
-MAX_FILES = 392  # these two are lowered with the figures, and raised with a reason in the commit
+MAX_FILES = 394  # these two are lowered with the figures, and raised with a reason in the commit
 MAX_LINES = 83_743
 MAX_SHORT_FILES = 25
 MAX_RELATIVE = 0

@@ -33,12 +33,15 @@ COMMANDS = {
     "mindie": "Serve by MindIE's config.json.",
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
     "tritonserver": "Serve with Triton's own flags.",
+    "kserve-server": "Serve with the flags of KServe's Python servers.",
+    "mlserver": "Serve by MLServer's variables.",
 }
 
 
 # Command -> its module, where that has another name.
 MODULES = {
     **dict.fromkeys(("grps", "mindie", "tensorflow-model-server", "tritonserver"), "compatible"),
+    **dict.fromkeys(("kserve-server", "mlserver"), "kserve"),
 }
 
 

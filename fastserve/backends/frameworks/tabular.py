@@ -4,7 +4,8 @@
     model.pkl, .joblib        a fitted scikit-learn model     input: float64, output, and probabilities
 
 A pickle runs its author's code when it is read: the sklearn backend does so only with the parameter
-`allow_pickle: true`. Declared tensors rename the model's own.
+`allow_pickle: true`. With `probabilities: false` it answers what `predict` returns and nothing else. Declared
+tensors rename the model's own.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class SklearnBackend(TabularBackend):
 
     def open(self, file: Path) -> tuple[Predict, int]:
         """Read the pickle, where that is allowed. Raises ConfigError where it is not."""
-        if (self._config.get("parameters") or {}).get("allow_pickle") is not True:
+        parameters = self._config.get("parameters") or {}
+        if parameters.get("allow_pickle") is not True:
             raise ConfigError(NOT_ALLOWED.format(file.name))
         if file.suffix == ".joblib":
             import joblib
@@ -125,9 +127,11 @@ class SklearnBackend(TabularBackend):
                 "predict, and n_features_in_ numbers a row"
             )
 
+        wanted = parameters.get("probabilities") is not False
+
         def predict(rows: Any) -> Mapping[str, Any]:
             found = {OUTPUT: model.predict(rows)}
-            if hasattr(model, "predict_proba"):
+            if wanted and hasattr(model, "predict_proba"):
                 found[PROBABILITIES] = model.predict_proba(rows)
             return found
 
