@@ -56,6 +56,7 @@ ALLOWED = (
     Allowed("tests/server/listeners/test_one_port.py::test_commands", "nghttp", "nghttp"),
     Allowed("tests/deploy/test_systemd.py::", "systemd", "systemd-analyze"),
     Allowed("tests/deploy/test_proxies.py::", "nginx", "nginx"),
+    Allowed("tests/deploy/test_prometheus.py::test_promtool", "promtool, of Debian's prometheus"),
     Allowed("tests/deploy/test_chart.py::test_kubernetes", "schemas of Kubernetes", "kubernetes"),
     Allowed("tests/deploy/test_chart.py::", "helm", "helm"),
 )

@@ -51,6 +51,9 @@ def test_the_final_stage_has_no_tools_and_no_rights() -> None:
     assert words["STOPSIGNAL"] == "SIGTERM"
     (run,) = (rest for word, rest in final if word == "RUN")
     assert not re.search(r"\b(gcc|g\+\+|pip|make|python3-dev|python3-venv)\b", run)
+    assert "groupadd --gid 10001 " in run
+    assert "useradd --uid 10001 --gid 10001 " in run
+    assert "-perm /6000 -type f -exec chmod a-s {} +" in run  # no program gains rights
     assert [rest for word, rest in final if word == "COPY"] == [
         "--from=build /opt/fastserve /opt/fastserve",
         "deploy/container/healthcheck.py /opt/fastserve/healthcheck.py",
