@@ -102,6 +102,8 @@ def is_public(listener: Listener) -> bool:
 
 def list_exposures(settings: Settings) -> list[str]:
     """Return a sentence for each thing that any client of a public address may do."""
+    if settings.keys:  # it needs a key whose scope allows it
+        return []
     places: dict[str, list[str]] = {}
     for listener in (*settings.listen, *settings.http, *settings.grpc):
         if is_public(listener):

@@ -37,6 +37,7 @@ def test_what_is_said() -> None:
     }
     assert list_exposures(settings("127.0.0.1:1", **everything)) == []
     assert list_exposures(settings("0.0.0.0:1")) == []
+    assert list_exposures(settings("0.0.0.0:1", keys="keys.yaml", **everything)) == []
     assert list_exposures(settings("0.0.0.0:1=tfserving", **everything)) == []
     reload = AdminOptions(reload_config=True)
     assert list_exposures(Settings(http=(), grpc=(Listener("0.0.0.0:1", ("tfserving",)),), admin=reload)) == [
