@@ -89,3 +89,15 @@ def test_the_texts_of_troubleshooting_are_those_of_the_server() -> None:
     for text in quoted:
         pieces = [piece for piece in re.split(wild, text) if len(piece.strip()) > 3]
         assert all(piece.strip(" :\"'[]") in source for piece in pieces if "in use" not in piece), text
+
+
+def test_the_layers_of_the_architecture_are_those_that_are_linted() -> None:
+    """The line of packages in docs/architecture.md is the import linter's list, but for `__main__`."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    shown = re.search(r"^    (cli > .*\n(?:    .*\n)*)", page, re.M)
+    contract = re.search(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert shown is not None
+    assert contract is not None
+    layers = [sorted(re.findall(r"\w+", line)) for line in contract[1].splitlines()]
+    assert layers.pop(0) == ["__main__"]
+    assert [sorted(re.findall(r"\w+", layer)) for layer in shown[1].split(">")] == layers
