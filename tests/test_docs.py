@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import re
 import subprocess
@@ -101,3 +103,34 @@ def test_the_layers_of_the_architecture_are_those_that_are_linted() -> None:
     layers = [sorted(re.findall(r"\w+", line)) for line in contract[1].splitlines()]
     assert layers.pop(0) == ["__main__"]
     assert [sorted(re.findall(r"\w+", layer)) for layer in shown[1].split(">")] == layers
+
+
+def defined_names() -> set[str]:
+    """Names of Python, of classes in the package and the examples, and what they import or assign."""
+    # A reader's own class, RPCs, and torch's error.
+    found = {*dir(builtins), "Mine", "Predict", "ModelStreamInfer", "OutOfMemoryError"}
+    for pattern in (
+        "fastserve/**/*.py",
+        "fastserve/_ext/*.pyi",
+        "examples/**/*.py",
+        "tests/conformance/*.py",
+    ):
+        for path in ROOT.glob(pattern):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.add(node.name)
+                elif isinstance(node, ast.ImportFrom):
+                    found |= {alias.asname or alias.name for alias in node.names}
+                elif isinstance(node, ast.Assign):
+                    found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("name", ["writing-a-dialect", "writing-a-backend"])
+def test_classes_named_for_authors_exist(name: str) -> None:
+    page = (ROOT / f"docs/{name}.md").read_text()
+    code = [*re.findall(r"```python\n(.*?)```", page, re.S), *re.findall(r"(?<!`)`([^`\n]+)`", page)]
+    texts = [re.sub(r"(\"[^\"\n]*\"|'[^'\n]*'|#.*)", "", text) for text in code]
+    named = {word for text in texts for word in re.findall(r"(?<![\w./*:-])[A-Z][a-z]\w*(?![\w/-])", text)}
+    own = {word for text in code for word in re.findall(r"^class (\w+)", text, re.M)}
+    assert not named - own - defined_names()
