@@ -2,9 +2,8 @@
 
 `fastserve kserve-server` takes the flags of KServe's Python servers (sklearnserver, xgbserver and
 predictiveserver), `fastserve mlserver start` the variables of MLServer and its model-settings.json. Both
-serve one model that lies in a folder, as KServe's storage initializer leaves it. The originals open a pickle
-of scikit-learn when they are told that the model is one, and so do these: with `--framework=sklearn` the
-operator trusts its author.
+serve one model that lies in a folder, as KServe's storage initializer leaves it. With
+`--framework=sklearn` the originals open a pickle, and so do these: the operator trusts its author.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fastserve.settings.fields import BOOLS, fault_text
 from fastserve.settings.sources import read_environment
 
 FRAMEWORKS = {"sklearn": (".joblib", ".pkl", ".pickle"), "xgboost": (".json", ".ubj"), "onnx": (".onnx",)}
-"""What is built, and the names of its files, the first before the others."""
+"""Frameworks that are built, with the endings of their files, the preferred one first."""
 MODELS_DIR = "/mnt/models"
 # Flags with their original's defaults; of the second kind no answer depends on it.
 _FLAGS = {
