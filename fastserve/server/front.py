@@ -399,6 +399,7 @@ class Front:
             model_metrics=metrics.prepare,
             stop=lambda force: self.stop(force),  # they are set later
             spread=lambda dialect, word: self.spread(dialect, word),
+            state=self.state,
         )
         self.engine.tensors = TextTensors(TextModels(context))
         return context

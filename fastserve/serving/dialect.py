@@ -32,6 +32,7 @@ from fastserve.serving.client_shared_memory import Regions
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.model_view import ModelViews
 from fastserve.serving.operations import ApiOperation, ModelFacts, nothing_of_model, nothing_of_server
+from fastserve.serving.replication import ReplicatedState
 from fastserve.settings import Settings
 from fastserve.settings.fields import convert
 from fastserve.util.offload import Offload
@@ -77,6 +78,8 @@ class ServingContext:
     spread: Spread = nobody_else
     """Say a word to the dialect of this name in every other front process (`Dialect.hear`): whether it was
     meant for one of them."""
+    state: ReplicatedState = field(default_factory=ReplicatedState)
+    """What clients change and all front processes have alike."""
 
 
 class ListenerPolicy(Enum):

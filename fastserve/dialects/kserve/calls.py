@@ -207,12 +207,12 @@ def set_trace(service: KServeService, arguments: CallArguments) -> dict[str, Any
     return dict(service.traces.show(arguments.name))
 
 
-def set_logging(service: KServeService, arguments: CallArguments) -> dict[str, Any]:
+async def set_logging(service: KServeService, arguments: CallArguments) -> dict[str, Any]:
     if arguments.given is not None:
         if not service.admin.log_settings:
             raise unsupported("Changes of log settings are disabled. " + _ENABLE % "log-settings")
-        service.log.change(arguments.read(), arguments.over_http)
-    return dict(service.log.show())
+        await service.log.change(arguments.read(), arguments.over_http)
+    return service.log.show()
 
 
 # --- client memory --------------------------------------------------------------------------------------

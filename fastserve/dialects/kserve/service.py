@@ -8,7 +8,7 @@ status in one table; an error in a request's JSON is INTERNAL here, as in Triton
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastserve._ext.json_writer import write_string
 from fastserve.codec.json_text import leading_int, to_bytes
@@ -21,6 +21,7 @@ from fastserve.net.router import CANONICAL_STATUS, fault_headers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.model_view import ModelView, find_version
+from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.serving.traces import OFF, Setting, Traces
 from fastserve.settings import TritonOptions
 from fastserve.settings.kserve_options import TRACE_LEVELS, parse_trace_config
@@ -108,10 +109,13 @@ def _as_level(given: int) -> int:
     return low if low < 1 << 31 else 0
 
 
-class LogSettings:
-    """The log settings of this process. It starts with those of `level`."""
+class LogSettings(ReplicatedPart):
+    """The log settings, which all front processes have alike. They start with those of `level`."""
 
-    def __init__(self, level: str = "info") -> None:
+    PART = "kserve log settings"
+
+    def __init__(self, level: str, state: ReplicatedState) -> None:
+        self._state = state
         self._values: dict[str, bool | int | str] = {
             "log_file": "",
             "log_info": level in ("debug", "info"),
@@ -120,22 +124,40 @@ class LogSettings:
             "log_verbose_level": int(level == "debug"),
             "log_format": "default",
         }
+        self._changed = False  # a front process that starts has the level of the server's settings
+        state.add(self.PART, self)
 
-    def show(self) -> Mapping[str, bool | int | str]:
-        return self._values
+    def show(self) -> dict[str, bool | int | str]:
+        """Return the settings that hold now."""
+        return dict(self._values)
 
-    def change(self, changes: Mapping[str, bool | int | str], over_http: bool) -> None:
-        """Apply settings whose types have been checked. Raises ServeError."""
+    async def change(self, changes: Mapping[str, bool | int | str], over_http: bool) -> None:
+        """Apply settings whose types have been checked, in every front process. Raises ServeError."""
         chosen = changes.get("log_format", "default")
         if chosen not in FORMATS:
             if over_http:
                 raise ServeError(Kind.UNAVAILABLE, f"invalid argument for --log_format, got: {chosen}")
             raise invalid(f"invalid argument for log_format, got: {chosen}")
-        if changes:
-            self._values.update(changes)
-            self._values["log_verbose_level"] = _as_level(int(self._values["log_verbose_level"]))
-            levels = frozenset(level for name, level in _LEVELS.items() if self._values[name])
-            switch_logs(levels, iso8601=self._values["log_format"] == "ISO8601")
+        if changes and self._state.ask is not None:
+            await self._state.ask(self.PART, changes)
+        elif changes:
+            await self.carry_out(changes)
+
+    async def carry_out(self, change: Content) -> None:
+        self.apply(change, [])
+        if self._state.publish is not None:
+            await self._state.publish(self.PART, [StateRecord(change)])
+
+    def apply(self, content: Content, fds: list[int]) -> None:
+        self._values.update(content)
+        self._values["log_verbose_level"] = _as_level(int(self._values["log_verbose_level"]))
+        levels = frozenset(level for name, level in _LEVELS.items() if self._values[name])
+        switch_logs(levels, iso8601=self._values["log_format"] == "ISO8601")
+        self._changed = True
+
+    def records(self) -> Iterator[StateRecord]:
+        if self._changed:
+            yield StateRecord(self._values)
 
 
 QUEUE_FULL = "Exceeds maximum queue size"
@@ -205,7 +227,7 @@ class KServeService(DialectService):
         self.options = options
         self.health_bodies = context.settings.kserve_replies
         self.traces = Traces(self.engine, parse_trace_config(options.trace_config))
-        self.log = LogSettings(context.settings.log.level)
+        self.log = LogSettings(context.settings.log.level, context.state)
         http, grpc = options.http_header_forward_pattern, options.grpc_header_forward_pattern
         self.forward_http = HeaderForwarding(http) if http else None
         self.forward_grpc = HeaderForwarding(grpc) if grpc else None
