@@ -30,8 +30,8 @@ from fastserve.repository.model_config import ModelConfig, build_specs
 from fastserve.repository.placement import AUTO, CPU, Placement, why_no_gpu
 from fastserve.repository.reconciler import no_version_text
 from fastserve.repository.signature import build_signatures
-from fastserve.repository.triton_config.conversion import TRITON_FILE
 from fastserve.repository.triton_config.messages import config_schema
+from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import Version, missing_versions, policy_text, wanted_versions
 from fastserve.settings import RepositorySettings
 from fastserve.settings.placement import check_listen

@@ -20,7 +20,7 @@ from fastserve.backends.registry import BACKENDS, TO_ONNX, BackendEntry, find_ba
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, config_json, may_share, parse_model_config
 from fastserve.repository.triton_config.completion import complete_from_files, find_file
-from fastserve.repository.triton_config.conversion import (
+from fastserve.repository.triton_config.reading import (
     TRITON_FILE,
     make_triton_config,
     parse_triton_json,

@@ -44,7 +44,7 @@ from fastserve.repository.folder_config import (
 )
 from fastserve.repository.grps_config import NUMBER, Deployment, read_deployment
 from fastserve.repository.model_config import ModelConfig, config_json
-from fastserve.repository.triton_config.conversion import TRITON_FILE
+from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import version_number
 from fastserve.settings import ModelEntry, RepositorySettings
 from fastserve.settings.confined_file import read_confined

@@ -16,7 +16,7 @@ from fastserve.codec.text import Info
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs, with_streams
 from fastserve.repository.signature import Signature, build_signatures, with_signatures
-from fastserve.repository.triton_config.conversion import amend, with_tensors
+from fastserve.repository.triton_config.reading import amend, with_tensors
 from fastserve.settings import VersionPolicy
 from fastserve.tensor import TensorSpec
 

@@ -32,7 +32,7 @@ from fastserve.backends.model_errors import explain
 from fastserve.engine.counters import counters_of
 from fastserve.engine.loader import LoadedEnsemble, LoadedPart, VersionLoader
 from fastserve.engine.relay.channel import RelayChannel
-from fastserve.engine.relay.desk import RelayDesk
+from fastserve.engine.relay.server import RelayServer
 from fastserve.engine.schedulers.cache import CachedScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
@@ -218,7 +218,7 @@ class FrontLink:
         self._numbers = itertools.count(1)
         self._came_up, self._ended = False, ""  # the present process; the words of its end
         self._given: dict[int, Version] = {}  # by id, the parts that the present process was told to open
-        self.desk: RelayDesk | None = None  # for requests of the present process
+        self.relay_server: RelayServer | None = None  # for requests of the present process
         self._draining = False
         self._tender: asyncio.Task[None] | None = None
         self._readiness: Mapping[str, Any] | None = None
@@ -332,8 +332,8 @@ class FrontLink:
         self._pinged = self._ponged
         http, grpc = self.listeners
         channel = RelayChannel.create(self._settings.memory_bytes)
-        self.desk = RelayDesk(channel, self._host.engine, self._find)
-        self.desk.open()
+        self.relay_server = RelayServer(channel, self._host.engine, self._find)
+        self.relay_server.open()
         relay, fds = channel.describe()
         start = {
             "op": "start",
@@ -429,9 +429,9 @@ class FrontLink:
             self.tell(told)
 
     def _end(self, words: str) -> None:
-        if self.desk is not None:
-            self.desk.close()
-            self.desk = None
+        if self.relay_server is not None:
+            self.relay_server.close()
+            self.relay_server = None
         self._given, self._listening = {}, False
         for (answer, _), future in self._waiting.items():
             if future.done():

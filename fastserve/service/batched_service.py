@@ -37,7 +37,7 @@ from fastserve.codec.object_codecs import CODECS
 from fastserve.errors import Kind, ServeError
 from fastserve.service.background_loop import BackgroundLoop
 from fastserve.service.in_process import STOPPED, ThreadBatcher
-from fastserve.service.worker_order import check_class, order_worker
+from fastserve.service.transformer_class import check_class, order_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -79,7 +79,7 @@ class ServingContext:
     """Say a word to the dialect of this name in every other front process (`Dialect.hear`): whether it was
     meant for one of them."""
     state: ReplicatedState = field(default_factory=ReplicatedState)
-    """What clients change and all front processes have alike."""
+    """State that clients change and all front processes have alike."""
 
 
 class ListenerPolicy(Enum):

@@ -1,6 +1,6 @@
 """Options of a model beyond its tensors, in words of no dialect: queues, sequences, ensembles, sessions.
 
-A config.pbtxt is compiled into these (`repository.triton_config.conversion`); the engine, the workers and the
+A config.pbtxt is compiled into these (`repository.triton_config.reading`); the engine, the workers and the
 backends read nothing else of it. They travel to workers as plain values, `read_options` reads them back.
 
     ModelConfig.options -> Options(queue=QueueOptions(...), decoupled=True, ...)

@@ -17,7 +17,7 @@ from fastserve.backends.batch_io import BatchIO
 from fastserve.engine.counters import counts_of
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.model_config import config_json
-from fastserve.repository.triton_config.conversion import parse_triton_text, to_model_config
+from fastserve.repository.triton_config.reading import parse_triton_text, to_model_config
 from fastserve.request import InferRequest
 from fastserve.settings.model_options import MadeInput, Options, Scatter
 from fastserve.tensor import DTYPES, Tensor

@@ -11,8 +11,8 @@ from fastserve.devices.inventory import DeviceInventory, VisibleDevice
 from fastserve.errors import ConfigError
 from fastserve.repository.check import describe_places
 from fastserve.repository.model_config import config_json, parse_model_config
-from fastserve.repository.triton_config.conversion import parse_triton_text as parse_config
-from fastserve.repository.triton_config.conversion import to_model_config
+from fastserve.repository.triton_config.reading import parse_triton_text as parse_config
+from fastserve.repository.triton_config.reading import to_model_config
 from fastserve.workers.group import place_worker
 from tests.devices.test_placement import GIB, TRITON_CONFIG, two
 

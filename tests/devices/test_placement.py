@@ -20,8 +20,8 @@ from fastserve.repository.check import describe_places
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.placement import Placement, place_on, why_no_gpu
 from fastserve.repository.triton_config import completion, validation
-from fastserve.repository.triton_config.conversion import parse_triton_text as parse_config
-from fastserve.repository.triton_config.conversion import to_model_config
+from fastserve.repository.triton_config.reading import parse_triton_text as parse_config
+from fastserve.repository.triton_config.reading import to_model_config
 from tests.devices.simulated import FakeGpus
 from tests.dialects.kserve import client_models
 from tests.faults.rig import Http, tensor
@@ -73,7 +73,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> DeviceInventory:
     for module in ("fastserve.repository.model_config", completion, validation):
         target = sys.modules[module] if isinstance(module, str) else module
         monkeypatch.setattr(target, "MACHINE", made)
-    monkeypatch.setattr("fastserve.repository.triton_config.conversion.MACHINE", made)
+    monkeypatch.setattr("fastserve.repository.triton_config.reading.MACHINE", made)
     return made
 
 

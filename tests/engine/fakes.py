@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from fastserve.engine.engine import SCHEDULER, Engine, Scheduler
-from fastserve.engine.schedulers.sealed_queue import BatchMember, MemberAnswer
+from fastserve.engine.schedulers.batch_sender import BatchMember, MemberAnswer
 from fastserve.errors import ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, parse_model_config
-from fastserve.repository.triton_config.conversion import options_of
 from fastserve.repository.triton_config.messages import TritonConfig
+from fastserve.repository.triton_config.reading import options_of
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.settings import convert

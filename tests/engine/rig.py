@@ -19,8 +19,8 @@ from fastserve.engine import batch_queue
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import SCHEDULER, Engine
+from fastserve.engine.schedulers.batch_sender import sealed_config
 from fastserve.engine.schedulers.plain import PlainScheduler
-from fastserve.engine.schedulers.sealed_queue import sealed_config
 from fastserve.errors import Kind
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from fastserve.engine.engine import Engine
 from fastserve.engine.relay.channel import RelayChannel
 from fastserve.engine.relay.client import RelayClient, RelayScheduler
-from fastserve.engine.relay.desk import RelayDesk
+from fastserve.engine.relay.server import RelayServer
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.server import Server
@@ -29,9 +29,9 @@ class RelayedEngine(Engine):
         self.owner = RelayChannel.create(pool_bytes, tickets=tickets)
         message, fds = self.owner.describe()
         self.channel = RelayChannel.join(message, [os.dup(fd) for fd in fds])
-        self.desk = RelayDesk(self.owner, server.host.engine, self._versions.get)
+        self.relay_server = RelayServer(self.owner, server.host.engine, self._versions.get)
         self.client = RelayClient(self.channel)
-        self.desk.open()
+        self.relay_server.open()
         self.client.open()
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse:
@@ -44,8 +44,8 @@ class RelayedEngine(Engine):
     @property
     def holds(self) -> tuple[int, int, int]:
         """Requests under way, and pages of request and reply memory that are in use."""
-        return self.desk.running, self.channel.requests.used(), self.channel.replies.used()
+        return self.relay_server.running, self.channel.requests.used(), self.channel.replies.used()
 
     def close(self) -> None:
-        self.desk.close()
+        self.relay_server.close()
         self.channel.close()

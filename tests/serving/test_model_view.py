@@ -9,7 +9,7 @@ import pytest
 from fastserve.errors import Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig
-from fastserve.repository.triton_config.conversion import make_triton_config, to_model_config
+from fastserve.repository.triton_config.reading import make_triton_config, to_model_config
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.model_view import ModelViews, TensorView, find_version
 from fastserve.tensor import DTYPES, MOST_AXES, TensorSpec

@@ -40,7 +40,7 @@ from fastserve.errors import Kind, ServeError, internal, invalid, unsupported
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.triton_config.conversion import config_json
+from fastserve.repository.triton_config.reading import config_json
 from fastserve.repository.version import Model, Version
 from fastserve.serving.client_shared_memory import HANDLE_BYTES, DeviceRegion, Region
 from fastserve.serving.dialect import show_answer

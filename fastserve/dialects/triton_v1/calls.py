@@ -32,7 +32,7 @@ from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.protos import load
 from fastserve.protos.text import print_lines
-from fastserve.repository.triton_config.conversion import config_json
+from fastserve.repository.triton_config.reading import config_json
 from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.client_shared_memory import HANDLE_BYTES
 from fastserve.serving.dialect import show_answer

@@ -21,8 +21,8 @@ from fastserve.engine.batch_queue import queued_too_long, version_gone
 from fastserve.engine.counters import CANCELED, REJECTED, counters_of
 from fastserve.engine.engine import Engine, Scheduler
 from fastserve.engine.input_checks import check_inputs, empty_outputs
+from fastserve.engine.schedulers.batch_sender import BatchMember, BatchSender, MemberAnswer
 from fastserve.engine.schedulers.rate_limiter import RateGate
-from fastserve.engine.schedulers.sealed_queue import BatchMember, BatchSender, MemberAnswer
 from fastserve.errors import Kind, Reason, ServeError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse

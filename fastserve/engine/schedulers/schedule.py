@@ -19,11 +19,11 @@ from typing import Any
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics, Specs
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Scheduler
+from fastserve.engine.schedulers.batch_sender import SealedQueue, sealed_config
 from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
 from fastserve.engine.schedulers.plain import PlainScheduler
 from fastserve.engine.schedulers.queued import BatchForming, PriorityLevels, QueuedScheduler, levels_of
 from fastserve.engine.schedulers.rate_limiter import RateLimiter, needs_of
-from fastserve.engine.schedulers.sealed_queue import SealedQueue, sealed_config
 from fastserve.engine.schedulers.sequence import (
     SequenceInputs,
     SequenceScheduler,

@@ -37,7 +37,7 @@ from fastserve.engine.batch_queue import queued_too_long, version_gone
 from fastserve.engine.counters import CANCELED, OTHER, REJECTED, counters_of
 from fastserve.engine.engine import Engine, Scheduler
 from fastserve.engine.input_checks import check_inputs
-from fastserve.engine.schedulers.sealed_queue import NOBODY, BatchMember, BatchSender, MemberAnswer
+from fastserve.engine.schedulers.batch_sender import NOBODY, BatchMember, BatchSender, MemberAnswer
 from fastserve.errors import (
     ConfigError,
     DeadlineError,

@@ -2,7 +2,7 @@
 
 The build writes the structs of all messages from model_config.proto, in the order Triton prints their fields
 (spec 17). `config.text_proto` reads a config.pbtxt by the schema; enums come as their names, maps as dicts,
-an unset message as None. Refused values are in `validation`, the meaning of the fields in `conversion`.
+an unset message as None. Refused values are in `validation`, the meaning of the fields in `reading`.
 
 JSON is read as protobuf reads it: names in snake_case or camelCase, 64-bit numbers also as text, enums by
 name or number, null for not given. It is written as Triton writes it: snake_case, every scalar, no text

@@ -33,8 +33,8 @@ from fastserve.util.memory import gc_freeze
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
 from fastserve.workers.control import ControlChannel, PeerGone
+from fastserve.workers.remote.connections import GO_AFTER_S, RemoteBatch, RemotePeer, WorkerConnections
 from fastserve.workers.remote.files import ShippedFolder
-from fastserve.workers.remote.hub import GO_AFTER_S, RemoteBatch, RemotePeer, WorkerHub
 from fastserve.workers.remote.keys import read_key
 from fastserve.workers.remote.protocol import (
     Header,
@@ -76,33 +76,33 @@ class RemoteVersion:
         self.inputs: dict[str, TensorSpec] = {}
         self.outputs: dict[str, TensorSpec] = {}
         self.signatures: dict[str, dict[str, Any]] = {}
-        self.hub: WorkerHub
+        self.connections: WorkerConnections
         self._config, self._folder, self._name = config, version_dir, name
         self.placement = msgspec.convert(config["placement"]["remote"], RemotePlacement)
 
     def load(self) -> None:
         """Listen, and wait until the workers that the version needs have loaded it. Raises ServeError,
         ConfigError."""
-        self.hub = self._open()
+        self.connections = self._open()
         limit_s = float(self._config.get("load_timeout_s") or 300.0)
         until_s, first_s = time.monotonic() + 0.95 * limit_s, 0.0
         wanted = self.placement.workers.min
-        log.info("%s waits for %d remote workers at %s", self._name, wanted, self.hub.address)
-        while len(self.hub.loaded) < wanted:
-            self.hub.turn()
+        log.info("%s waits for %d remote workers at %s", self._name, wanted, self.connections.address)
+        while len(self.connections.loaded) < wanted:
+            self.connections.turn()
             now = time.monotonic()
-            first_s = first_s or (now if self.hub.loaded else 0.0)
+            first_s = first_s or (now if self.connections.loaded else 0.0)
             if first_s and now > first_s + GO_AFTER_S:
                 log.warning(
-                    "%s begins with %d of %d remote workers", self._name, len(self.hub.loaded), wanted
+                    "%s begins with %d of %d remote workers", self._name, len(self.connections.loaded), wanted
                 )
                 break
-            if self.hub.failure is not None and not self.hub.peers:
-                raise self.hub.failure
+            if self.connections.failure is not None and not self.connections.peers:
+                raise self.connections.failure
             if now > until_s:
-                raise ServeError(Kind.UNAVAILABLE, _missing_text(self.hub, until_s))
-            self.hub.wait(SLICE_S)
-        model = self.hub.loaded[0].model
+                raise ServeError(Kind.UNAVAILABLE, _missing_text(self.connections, until_s))
+            self.connections.wait(SLICE_S)
+        model = self.connections.loaded[0].model
         assert model is not None
         self.inputs, self.outputs = read_specs(model.inputs), read_specs(model.outputs)
         self.signatures = model.signatures
@@ -113,10 +113,10 @@ class RemoteVersion:
 
     def close(self) -> None:
         """Let the workers go."""
-        if hasattr(self, "hub"):
-            self.hub.close()
+        if hasattr(self, "connections"):
+            self.connections.close()
 
-    def _open(self) -> WorkerHub:
+    def _open(self) -> WorkerConnections:
         placed = self.placement
         key = read_key(Path(placed.key), "server") if placed.key else None
         files = None if placed.path else ShippedFolder(self._folder)
@@ -134,7 +134,7 @@ class RemoteVersion:
             most_bytes=placed.max_answer_mb << 20,
             instance=0,
         )
-        return WorkerHub(placed.listen, key, welcome, files, answer_bytes=welcome.most_bytes)
+        return WorkerConnections(placed.listen, key, welcome, files, answer_bytes=welcome.most_bytes)
 
 
 def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
@@ -143,11 +143,11 @@ def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
     return hashlib.sha256(stamp.encode() + msgspec.json.encode(config)).hexdigest()
 
 
-def _missing_text(hub: WorkerHub, until_s: float) -> str:
-    if hub.peers:
+def _missing_text(connections: WorkerConnections, until_s: float) -> str:
+    if connections.peers:
         text = "remote workers have connected, and none has loaded the model in time (load_timeout_s)"
-        return f"{len(hub.peers)} {text}"
-    return f"no remote worker has connected to {hub.address} in time (load_timeout_s)"
+        return f"{len(connections.peers)} {text}"
+    return f"no remote worker has connected to {connections.address} in time (load_timeout_s)"
 
 
 def _suitable(run_s: float) -> int:
@@ -156,12 +156,12 @@ def _suitable(run_s: float) -> int:
 
 
 class RemoteRunner:
-    """Runs batches of one arena on the workers of a hub."""
+    """Runs batches of one arena on the remote workers of a model."""
 
     def __init__(
         self, arena: Arena, ring: BatchRing, model: RemoteVersion, config: Mapping[str, Any]
     ) -> None:
-        self._arena, self._ring, self._hub = arena, ring, model.hub
+        self._arena, self._ring, self._connections = arena, ring, model.connections
         self._dense = arena.geometry.dense
         self._model = model
         self._in_flight = model.placement.in_flight
@@ -171,8 +171,8 @@ class RemoteRunner:
         self._columns: dict[int, tuple[Columns, Columns]] = {}
         self._report_s = 0.0
         self.flying = 0
-        hub = self._hub
-        hub.on_answer, hub.on_lost = self._land, self._lost
+        connections = self._connections
+        connections.on_answer, connections.on_lost = self._land, self._lost
 
     @property
     def room(self) -> bool:
@@ -188,13 +188,13 @@ class RemoteRunner:
 
     def turn(self) -> None:
         """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost."""
-        self._hub.turn()
+        self._connections.turn()
         now = time.monotonic()
         if self._limit_ms and self.flying:
             self._end_late(now)
         while self._again and self.room:
             self._send(*self._again.popleft())
-        if not self._hub.ready:
+        if not self._connections.ready:
             raise LastWorkerLost("its last remote worker is lost")
         if now >= self._report_s:
             self._report_s = now + REPORT_S
@@ -203,12 +203,12 @@ class RemoteRunner:
     def drain(self) -> None:
         """Land every batch in flight. Raises LastWorkerLost."""
         while self.flying or self._again:
-            self._hub.wait(SLICE_S)
+            self._connections.wait(SLICE_S)
             self.turn()
 
     def _choose(self) -> RemotePeer | None:
         best: RemotePeer | None = None
-        for peer in self._hub.ready:
+        for peer in self._connections.ready:
             flights = len(peer.flights)
             most = self._in_flight or _suitable(peer.run_s)
             if flights < most and (best is None or flights < len(best.flights)):
@@ -230,7 +230,7 @@ class RemoteRunner:
         self.flying += 1
         if len(peer.flights) == 1:
             peer.head_s = now
-        self._hub.send(peer, self._pack(number, slot))
+        self._connections.send(peer, self._pack(number, slot))
 
     def _pack(self, number: int, slot: int) -> list[Any]:
         ring, rows = self._ring, self._ring.batch_rows(slot)
@@ -310,7 +310,7 @@ class RemoteRunner:
     def _lost(self, peer: RemotePeer, reason: str) -> None:
         flights, peer.flights = list(peer.flights.values()), {}
         self.flying -= len(flights)
-        others = bool(self._hub.ready)
+        others = bool(self._connections.ready)
         for flight in flights:
             attempt = flight.attempt + 1
             if attempt < MOST_ATTEMPTS and self._retries and others:
@@ -325,13 +325,13 @@ class RemoteRunner:
 
     def _end_late(self, now: float) -> None:
         """End workers whose batch has run too long. It fails: what hung would hang the next."""
-        for peer in self._hub.ready:
+        for peer in self._connections.ready:
             if peer.flights and (now - peer.head_s) * 1000 > self._limit_ms:
                 number = next(iter(peer.flights))
                 hung = peer.flights.pop(number)
                 self.flying -= 1
                 self._fail(hung.slot, Kind.DEADLINE_EXCEEDED.value, LATE.format(self._limit_ms))
-                self._hub.drop(peer, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
+                self._connections.drop(peer, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
 
     def _open_slot(self, slot: int) -> tuple[Columns, Columns]:
         made = [
@@ -352,7 +352,7 @@ class RemoteRunner:
     def _report(self) -> None:
         """Send the owner who the workers are, and what each has done since the last time."""
         nodes: dict[str, tuple[int, int]] = {}
-        for peer in self._hub.ready:
+        for peer in self._connections.ready:
             workers, batches = nodes.get(peer.node, (0, 0))
             nodes[peer.node] = workers + 1, batches + peer.batches
             peer.batches = 0
@@ -368,32 +368,32 @@ def serve_remote(
 ) -> None:
     """Join the arena, let the workers warm up, say ready, and send batches until told to stop. Raises
     LastWorkerLost."""
-    arena, hub = Arena.join(message, fds), model.hub
+    arena, connections = Arena.join(message, fds), model.connections
     watch = select.epoll()
     try:
-        for fd in (control.fileno(), *hub.descriptors()):
+        for fd in (control.fileno(), *connections.descriptors()):
             watch.register(fd, select.EPOLLIN)
         ring = arena.ring(worker=int(message["worker"]), control=watch.fileno())
         runner = RemoteRunner(arena, ring, model, config)
-        hub.go(dense=arena.geometry.dense)
-        _await_ready(model, len(hub.loaded))
+        connections.go(dense=arena.geometry.dense)
+        _await_ready(model, len(connections.loaded))
         gc_freeze()
         control.send({"op": "ready"})
-        _send_batches(ring, runner, hub, watch, _Stop(control))
+        _send_batches(ring, runner, connections, watch, _Stop(control))
     finally:
         watch.close()
-        hub.close()  # first: it may still read the arena's memory
+        connections.close()  # first: it may still read the arena's memory
         arena.close()
 
 
 def _await_ready(model: RemoteVersion, wanted: int) -> None:
     """Wait until every worker that had loaded is warm, or lost."""
-    hub = model.hub
-    while len(hub.ready) < min(wanted, len(hub.loaded)) or not hub.ready:
-        hub.wait(SLICE_S)
-        hub.turn()
-        if not hub.loaded:
-            raise hub.failure or ServeError(
+    connections = model.connections
+    while len(connections.ready) < min(wanted, len(connections.loaded)) or not connections.ready:
+        connections.wait(SLICE_S)
+        connections.turn()
+        if not connections.loaded:
+            raise connections.failure or ServeError(
                 Kind.UNAVAILABLE, "its remote workers were lost while they warmed up"
             )
 
@@ -417,13 +417,17 @@ class _Stop:
 
 
 def _send_batches(
-    ring: BatchRing, runner: RemoteRunner, hub: WorkerHub, watch: select.epoll, stopped: Callable[[], bool]
+    ring: BatchRing,
+    runner: RemoteRunner,
+    connections: WorkerConnections,
+    watch: select.epoll,
+    stopped: Callable[[], bool],
 ) -> None:
     while True:
         runner.turn()
-        if not hub.quiet:
+        if not connections.quiet:
             continue
-        left_s = max(hub.next_beat_s - time.monotonic(), 0.0)
+        left_s = max(connections.next_beat_s - time.monotonic(), 0.0)
         slot = -1
         if runner.room:
             slot = ring.take_or_wait(0, int(left_s * 1e9))

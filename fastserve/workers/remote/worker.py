@@ -34,8 +34,8 @@ from fastserve.util.logs import raw_trace
 from fastserve.workers.arena import Arena, WorkerContext, plan_geometry
 from fastserve.workers.loop import Runner, answer, make_runner, warm_up
 from fastserve.workers.process import worker_environment
+from fastserve.workers.remote.connections import MISSED, QUEUED_MESSAGES
 from fastserve.workers.remote.files import fetch_folder
-from fastserve.workers.remote.hub import MISSED, QUEUED_MESSAGES
 from fastserve.workers.remote.keys import SideKey, import_zmq, secure_worker
 from fastserve.workers.remote.protocol import (
     COPIED_BYTES,

@@ -11,7 +11,7 @@ import pytest
 from fastserve.backends import create
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.model_config import config_json
-from fastserve.repository.triton_config.conversion import parse_triton_text, to_model_config
+from fastserve.repository.triton_config.reading import parse_triton_text, to_model_config
 from fastserve.workers.warmup import run_samples
 from tests.backends.models import affine
 

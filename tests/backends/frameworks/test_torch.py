@@ -21,7 +21,7 @@ from fastserve.backends import create
 from fastserve.backends.frameworks.torch import own_outputs
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.repository.model_config import config_json, parse_model_config
-from fastserve.repository.triton_config.conversion import parse_triton_text, to_model_config
+from fastserve.repository.triton_config.reading import parse_triton_text, to_model_config
 from tests.backends.frameworks.torch_models import CONFIG, Y, net, save_class, save_program, save_script
 
 ROWS = np.random.default_rng(3).standard_normal((5, 4)).astype(np.float32)

@@ -20,8 +20,8 @@ from fastserve.engine.schedulers.plain import PlainScheduler
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, TensorConfig
-from fastserve.repository.triton_config.conversion import options_of
 from fastserve.repository.triton_config.messages import TritonConfig
+from fastserve.repository.triton_config.reading import options_of
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.settings import convert

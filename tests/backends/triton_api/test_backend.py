@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastserve.errors import Kind, ServeError
-from fastserve.repository.triton_config.conversion import config_json
+from fastserve.repository.triton_config.reading import config_json
 from fastserve.tensor import DTYPES, Tensor
 from tests.backends.triton_api.rig import ANY, NAMES, TEXT, entry, model, repeating, request, run, serving
 

@@ -14,10 +14,10 @@ import pytest
 from fastserve.engine.counters import counts_of
 from fastserve.engine.engine import SCHEDULER, Engine, Scheduler
 from fastserve.engine.relay import client as relay_client
-from fastserve.engine.relay import desk as relay_desk
+from fastserve.engine.relay import server as relay_server
 from fastserve.engine.relay.channel import RelayChannel
 from fastserve.engine.relay.client import RelayClient, RelayScheduler
-from fastserve.engine.relay.desk import RelayDesk
+from fastserve.engine.relay.server import RelayServer
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
@@ -75,10 +75,10 @@ class Relay:
         message, fds = self.owner.describe()
         self.front = RelayChannel.join(message, [os.dup(fd) for fd in fds])
         self.engine = Engine(Catalog())
-        self.desk = RelayDesk(self.owner, self.engine, {KEY: self.version}.get)
+        self.relay_server = RelayServer(self.owner, self.engine, {KEY: self.version}.get)
         self.client = RelayClient(self.front)
         self.scheduler = RelayScheduler(self.client, KEY)
-        self.desk.open()
+        self.relay_server.open()
         self.client.open()
 
     async def ask(
@@ -98,7 +98,7 @@ class Relay:
 
     @property
     def used(self) -> tuple[int, int, int]:
-        return self.desk.running, self.front.requests.used(), self.front.replies.used()
+        return self.relay_server.running, self.front.requests.used(), self.front.replies.used()
 
     async def until(self, true: object) -> None:
         async with asyncio.timeout(60):
@@ -106,7 +106,7 @@ class Relay:
                 await asyncio.sleep(0.001)
 
     def close(self) -> None:
-        self.desk.close()
+        self.relay_server.close()
         self.front.close()
 
 
@@ -191,7 +191,7 @@ def test_a_request_larger_than_the_memory_is_refused() -> None:
 
 
 def test_replies_that_nobody_reads_fail_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_desk, "ROOM_LIMIT_S", 0.01)
+    monkeypatch.setattr(relay_server, "ROOM_LIMIT_S", 0.01)
 
     async def work() -> None:
         async with relaying(pages=3) as relay:
@@ -298,7 +298,7 @@ def test_the_end_of_a_front_cancels_what_it_had_asked() -> None:
         relay.held.gate.clear()
         asking = [relay.asking(b"a"), relay.asking(b"b")]
         await relay.until(lambda: len(relay.held.asked) == 2)
-        relay.desk.close()
+        relay.server.close()
         await relay.until(lambda: relay.held.cancelled == 2)
         for one in asking:
             one.cancel()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastserve.engine.schedulers.schedule import Schedule
-from fastserve.repository.triton_config.conversion import parse_triton_text, to_model_config
+from fastserve.repository.triton_config.reading import parse_triton_text, to_model_config
 from fastserve.repository.version import Version
 
 CONFIG = """

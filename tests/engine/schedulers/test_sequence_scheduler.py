@@ -20,8 +20,8 @@ from fastserve.engine.schedulers.sequence import (
     write_id,
 )
 from fastserve.errors import DeadlineError, Kind, ServeError
-from fastserve.repository.triton_config.conversion import options_of
 from fastserve.repository.triton_config.messages import TritonConfig
+from fastserve.repository.triton_config.reading import options_of
 from fastserve.request import InferRequest
 from fastserve.settings import convert
 from fastserve.tensor import DTYPES, Tensor

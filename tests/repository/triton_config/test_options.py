@@ -8,7 +8,7 @@ import pytest
 
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import config_json
-from fastserve.repository.triton_config.conversion import amend, parse_triton_text, to_model_config
+from fastserve.repository.triton_config.reading import amend, parse_triton_text, to_model_config
 from fastserve.settings.model_options import (
     EnsembleStep,
     MadeInput,

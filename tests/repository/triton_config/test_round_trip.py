@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from fastserve.errors import ConfigError
 from fastserve.protos import load
 from fastserve.repository.triton_config.completion import fill_defaults
-from fastserve.repository.triton_config.conversion import parse_triton_json, parse_triton_text
 from fastserve.repository.triton_config.messages import (
     _SINGLES,
     TritonConfig,
@@ -24,6 +23,7 @@ from fastserve.repository.triton_config.messages import (
     plain_from_json,
     to_json,
 )
+from fastserve.repository.triton_config.reading import parse_triton_json, parse_triton_text
 from fastserve.settings import convert
 from fastserve.settings.text_proto import TextField, parse_text
 from tests.effort import examples

@@ -48,7 +48,7 @@ async def infer(client: Client, model: str, number: int, **parameters: Any) -> A
 
 def relayed(at: Served) -> int:
     """Requests of other fronts that the owner has."""
-    return sum(link.desk.running for link in at.links if link.desk is not None)
+    return sum(link.relay_server.running for link in at.links if link.relay_server is not None)
 
 
 def test_a_sequence_goes_on_through_any_front(tmp_path: Path) -> None:

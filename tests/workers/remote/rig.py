@@ -17,7 +17,7 @@ import fastserve
 from fastserve.backends.base import write_specs
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
-from fastserve.workers.remote.hub import WorkerHub
+from fastserve.workers.remote.connections import WorkerConnections
 from fastserve.workers.remote.keys import SideKey, secure_worker
 from fastserve.workers.remote.main import WorkerOrder
 from fastserve.workers.remote.protocol import (
@@ -104,12 +104,12 @@ class Player:
         self.send(pack_message(MessageKind.HELLO, Hello(**fields)))
 
     def receive(
-        self, hub: WorkerHub, turn: Any = None, limit_s: float = WAIT_S
+        self, connections: WorkerConnections, turn: Any = None, limit_s: float = WAIT_S
     ) -> tuple[Header, list[bytes]] | None:
-        """The next message but for PINGs, which are answered, while the hub turns; None when none comes."""
+        """The next message but for PINGs, which are answered, as `connections` turns; None if none comes."""
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
-            (turn or hub.turn)()
+            (turn or connections.turn)()
             while self.socket.poll(2):
                 frames = self.socket.recv_multipart()
                 header = read_header(frames[0])
@@ -118,16 +118,16 @@ class Player:
                 self.send(pack_message(MessageKind.PONG))
         return None
 
-    def expect(self, hub: WorkerHub, kind: MessageKind, turn: Any = None) -> list[bytes]:
-        found = self.receive(hub, turn)
+    def expect(self, connections: WorkerConnections, kind: MessageKind, turn: Any = None) -> list[bytes]:
+        found = self.receive(connections, turn)
         assert found is not None, f"no {kind.name}"
         assert found[0].kind is kind, found[0].kind.name
         return found[1]
 
-    def load(self, hub: WorkerHub) -> None:
+    def load(self, connections: WorkerConnections) -> None:
         """Greet, and have the version loaded."""
         self.hello()
-        self.expect(hub, MessageKind.WELCOME)
+        self.expect(connections, MessageKind.WELCOME)
         specs = write_specs({"x": SPEC})
         self.send(pack_message(MessageKind.LOADED, LoadedModel(specs, specs)))
 
@@ -145,9 +145,9 @@ class Bench:
             **{"placement": {"remote": {"heartbeat_s": 0.2, **config.pop("remote", {})}}, **config},
         }
         specs = {"x": SPEC}
-        self.hub = WorkerHub("127.0.0.1:0", None, welcome(), None, answer_bytes=1 << 20)
+        self.connections = WorkerConnections("127.0.0.1:0", None, welcome(), None, answer_bytes=1 << 20)
         version = RemoteVersion(self.config, Path("m/1"), "m")
-        version.hub, version.inputs, version.outputs = self.hub, specs, specs
+        version.connections, version.inputs, version.outputs = self.connections, specs, specs
         self.arena = Arena.create(plan_geometry(self.config, specs, specs))
         self.front, self.ring = self.arena.ring(front=0), self.arena.ring(worker=0)
         self.runner = RemoteRunner(self.arena, self.ring, version, self.config)
@@ -155,22 +155,22 @@ class Bench:
 
     def player(self) -> Player:
         """A worker that is ready for batches."""
-        made = Player(self.hub.address)
+        made = Player(self.connections.address)
         self.players.append(made)
-        made.load(self.hub)
-        self.until(lambda: len(self.hub.loaded) == len(self.players))
-        self.hub.go(dense=True)
-        made.expect(self.hub, MessageKind.GO)
+        made.load(self.connections)
+        self.until(lambda: len(self.connections.loaded) == len(self.players))
+        self.connections.go(dense=True)
+        made.expect(self.connections, MessageKind.GO)
         made.send(pack_message(MessageKind.READY))
-        self.until(lambda: len(self.hub.ready) == len(self.players))
+        self.until(lambda: len(self.connections.ready) == len(self.players))
         return made
 
     def until(self, true: Any) -> None:
         end = time.monotonic() + WAIT_S
         while not true():
             assert time.monotonic() < end
-            self.hub.wait(0.01)
-            self.hub.turn()
+            self.connections.wait(0.01)
+            self.connections.turn()
 
     def put(self, *rows: Sequence[float]) -> int:
         """Have the runner send a batch of one request; its lease."""
@@ -196,8 +196,8 @@ class Bench:
     def close(self) -> None:
         for player in self.players:
             player.close()
-        self.hub.close()
-        self.hub.on_answer = self.hub.on_lost = lambda *_: (
+        self.connections.close()
+        self.connections.on_answer = self.connections.on_lost = lambda *_: (
             None
         )  # bound to the runner, whose arena is unmapped
         del self.runner, self.front, self.ring

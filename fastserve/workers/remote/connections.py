@@ -93,7 +93,7 @@ class RemotePeer:
     flights: dict[int, RemoteBatch] = field(default_factory=dict)
 
 
-class WorkerHub:
+class WorkerConnections:
     """The listening socket of one version's remote workers, and the workers behind it.
 
     `welcome` is what a worker is to load. `on_answer(peer, header, frames)` gets an answer of a READY peer,
@@ -223,7 +223,7 @@ class WorkerHub:
         return self._next_beat_s
 
     def send(self, peer: RemotePeer, frames: Sequence[Any]) -> bool:
-        """Send a message; what lies in `frames` must stay until it was answered, or the hub is closed.
+        """Send a message; memory of `frames` must stay until it was answered, or the connection is closed.
         Returns False, and the peer is lost, where its connection has ended."""
         small = sum(map(len, frames)) < COPIED_BYTES
         try:

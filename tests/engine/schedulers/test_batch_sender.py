@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.engine.arena_io import ArenaIO
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.schedulers.sealed_queue import BatchMember, MemberAnswer, SealedQueue
+from fastserve.engine.schedulers.batch_sender import BatchMember, MemberAnswer, SealedQueue
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPES, Tensor

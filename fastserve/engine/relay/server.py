@@ -36,7 +36,7 @@ NO_ROOM = "no room for {} bytes of outputs on their way to the front process (li
 FindVersion = Callable[[int], "Version | None"]
 
 
-class RelayDesk:
+class RelayServer:
     """Answers one front process. Everything runs on the event loop's thread."""
 
     def __init__(self, channel: RelayChannel, engine: Engine, find: FindVersion) -> None:

@@ -1,4 +1,4 @@
-"""The hub against workers that a test plays: sound ones, those that break the protocol, and strangers."""
+"""Connections of workers that a test plays: sound ones, those that break the protocol, and strangers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import zmq
 
 from fastserve.errors import ConfigError
 from fastserve.settings.placement import read_address
-from fastserve.workers.remote import hub as hubs
-from fastserve.workers.remote.hub import WorkerHub
+from fastserve.workers.remote import connections as hubs
+from fastserve.workers.remote.connections import WorkerConnections
 from fastserve.workers.remote.keys import make_keys, read_key, write_keys
 from fastserve.workers.remote.protocol import (
     Failure,
@@ -28,18 +28,18 @@ from tests.workers.remote.rig import Player, answer, bench, floats, replaced, we
 
 
 @pytest.fixture
-def hub() -> Iterator[WorkerHub]:
-    made = WorkerHub("127.0.0.1:0", None, welcome(), None, answer_bytes=4096)
+def connections() -> Iterator[WorkerConnections]:
+    made = WorkerConnections("127.0.0.1:0", None, welcome(), None, answer_bytes=4096)
     yield made
     made.close()
 
 
 @pytest.fixture
-def players(hub: WorkerHub) -> Iterator[Any]:
+def players(connections: WorkerConnections) -> Iterator[Any]:
     made: list[Player] = []
 
     def make(**options: Any) -> Player:
-        made.append(Player(hub.address, **options))
+        made.append(Player(connections.address, **options))
         return made[-1]
 
     yield make
@@ -47,11 +47,11 @@ def players(hub: WorkerHub) -> Iterator[Any]:
         one.close()
 
 
-def test_a_worker_is_welcomed(hub: WorkerHub, players: Any) -> None:
+def test_a_worker_is_welcomed(connections: WorkerConnections, players: Any) -> None:
     player = players()
     player.hello(node="here")
-    assert player.expect(hub, MessageKind.WELCOME)[1].startswith(b'{"key":"k"')
-    assert [peer.name for peer in hub.peers.values()] == ["here:1"]
+    assert player.expect(connections, MessageKind.WELCOME)[1].startswith(b'{"key":"k"')
+    assert [peer.name for peer in connections.peers.values()] == ["here:1"]
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,23 @@ def test_a_worker_is_welcomed(hub: WorkerHub, players: Any) -> None:
     ],
 )
 def test_a_worker_that_does_not_fit_is_told_why(
-    hub: WorkerHub, players: Any, greeting: dict[str, Any], words: str
+    connections: WorkerConnections, players: Any, greeting: dict[str, Any], words: str
 ) -> None:
     player = players()
     player.hello(**greeting)
-    refused = read_body(player.expect(hub, MessageKind.REFUSED), Words)
+    refused = read_body(player.expect(connections, MessageKind.REFUSED), Words)
     assert words in refused.reason
-    assert not hub.peers
+    assert not connections.peers
 
 
-def test_a_worker_of_another_protocol_is_told_why(hub: WorkerHub, players: Any) -> None:
+def test_a_worker_of_another_protocol_is_told_why(connections: WorkerConnections, players: Any) -> None:
     player = players()
     frame = bytearray(Header(MessageKind.HELLO).pack())
     frame[4] = 7
     player.send([bytes(frame), b"whatever it says in that version"])
     assert (
-        "protocol 7, and 1 is spoken here" in read_body(player.expect(hub, MessageKind.REFUSED), Words).reason
+        "protocol 7, and 1 is spoken here"
+        in read_body(player.expect(connections, MessageKind.REFUSED), Words).reason
     )
 
 
@@ -94,14 +95,14 @@ HOSTILE = {
 
 @pytest.mark.parametrize("frames", HOSTILE.values(), ids=HOSTILE)
 def test_a_stranger_is_refused_and_costs_nobody_anything(
-    hub: WorkerHub, players: Any, frames: list[bytes]
+    connections: WorkerConnections, players: Any, frames: list[bytes]
 ) -> None:
     stranger, sound = players(), players()
     stranger.send(frames)
-    stranger.expect(hub, MessageKind.REFUSED)
-    assert not hub.peers
+    stranger.expect(connections, MessageKind.REFUSED)
+    assert not connections.peers
     sound.hello()
-    sound.expect(hub, MessageKind.WELCOME)
+    sound.expect(connections, MessageKind.WELCOME)
 
 
 BROKEN = {
@@ -128,52 +129,54 @@ def test_a_worker_that_breaks_the_protocol_is_lost_and_its_batch_run_elsewhere(d
     with bench() as it:
         bad = it.player()
         lease = it.put([1, 2])
-        batch = bad.expect(it.hub, MessageKind.BATCH)
+        batch = bad.expect(it.connections, MessageKind.BATCH)
         good = it.player()
         bad.send(damage(batch[0]))
-        again = good.expect(it.hub, MessageKind.BATCH, it.runner.turn)
+        again = good.expect(it.connections, MessageKind.BATCH, it.runner.turn)
         assert again[2] == floats([1, 2])
         assert it.result(lease) is None
         good.send(answer(again[0], floats([3, 4])))
         it.until(lambda: not it.runner.flying)
         assert it.result(lease) == floats([3, 4])
-        assert len(it.hub.peers) == 1
+        assert len(it.connections.peers) == 1
 
 
 @pytest.mark.logs_errors
-def test_a_message_beyond_the_limit_ends_its_connection(hub: WorkerHub, players: Any) -> None:
+def test_a_message_beyond_the_limit_ends_its_connection(connections: WorkerConnections, players: Any) -> None:
     player = players()
     player.hello()
-    player.expect(hub, MessageKind.WELCOME)
+    player.expect(connections, MessageKind.WELCOME)
     player.send([Header(MessageKind.LOADED).pack(), bytes(4096 + (2 << 20))])
     end = time.monotonic() + 30
-    while hub.peers:
+    while connections.peers:
         assert time.monotonic() < end
-        hub.wait(0.05)
-        hub.turn()
+        connections.wait(0.05)
+        connections.turn()
 
 
-def test_strangers_are_counted(hub: WorkerHub, players: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_counted(
+    connections: WorkerConnections, players: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hubs, "MOST_STRANGERS", 3)
     for _ in range(3):
         player = players()
         player.hello()
-        player.expect(hub, MessageKind.WELCOME)
+        player.expect(connections, MessageKind.WELCOME)
     last = players()
     last.hello()
-    assert "as many workers load" in read_body(last.expect(hub, MessageKind.REFUSED), Words).reason
-    assert len(hub.peers) == 3
+    assert "as many workers load" in read_body(last.expect(connections, MessageKind.REFUSED), Words).reason
+    assert len(connections.peers) == 3
 
 
 @pytest.mark.logs_errors
-def test_a_load_that_failed_is_known_by_its_text(hub: WorkerHub, players: Any) -> None:
+def test_a_load_that_failed_is_known_by_its_text(connections: WorkerConnections, players: Any) -> None:
     player = players()
     player.hello()
-    player.expect(hub, MessageKind.WELCOME)
+    player.expect(connections, MessageKind.WELCOME)
     player.send(pack_message(MessageKind.FAILED, Failure("no weights", 9)))
-    player.expect(hub, MessageKind.BYE)
-    assert hub.failure is not None
-    assert hub.failure.message == "no weights"
+    player.expect(connections, MessageKind.BYE)
+    assert connections.failure is not None
+    assert connections.failure.message == "no weights"
 
 
 @pytest.mark.logs_errors
@@ -181,11 +184,11 @@ def test_an_idle_worker_that_is_silent_is_lost() -> None:
     with bench() as it:
         silent = it.player()
         until = time.monotonic() + 10
-        while it.hub.peers:
+        while it.connections.peers:
             assert time.monotonic() < until
-            it.hub.wait(0.05)
-            it.hub.turn()  # it answers no PING; ZMTP's own are answered, as libzmq goes on
-        silent.expect(it.hub, MessageKind.BYE)
+            it.connections.wait(0.05)
+            it.connections.turn()  # it answers no PING; ZMTP's own are answered, as libzmq goes on
+        silent.expect(it.connections, MessageKind.BYE)
 
 
 @pytest.mark.logs_errors
@@ -194,24 +197,24 @@ def test_a_late_answer_is_refused() -> None:
     with bench() as it:
         first, second = it.player(), it.player()
         lease = it.put([1, 2])
-        batch = first.expect(it.hub, MessageKind.BATCH)
-        it.hub.drop(next(iter(it.hub.peers.values())), "a test says so")
-        again = second.expect(it.hub, MessageKind.BATCH, it.runner.turn)
+        batch = first.expect(it.connections, MessageKind.BATCH)
+        it.connections.drop(next(iter(it.connections.peers.values())), "a test says so")
+        again = second.expect(it.connections, MessageKind.BATCH, it.runner.turn)
         assert again[0][8:16] != batch[0][8:16]
         first.send(answer(batch[0], floats([9, 9])))
         second.send(answer(batch[0], floats([8, 8])))  # under the number of the earlier try
-        first.expect(it.hub, MessageKind.BYE)
-        first.expect(it.hub, MessageKind.BYE)  # for the answer of a connection that was given up
+        first.expect(it.connections, MessageKind.BYE)
+        first.expect(it.connections, MessageKind.BYE)  # for the answer of a connection that was given up
         assert it.result(lease) is None
         second.send(answer(again[0], floats([3, 4])))
         it.until(lambda: not it.runner.flying)
         assert it.result(lease) == floats([3, 4])
         lease = it.put([5, 6])
-        second.expect(it.hub, MessageKind.BATCH)
+        second.expect(it.connections, MessageKind.BATCH)
         second.send(answer(again[0], floats([7, 7])))  # of the generation before
         second.send(pack_message(MessageKind.PONG))
-        it.hub.wait(0.2)
-        it.hub.turn()
+        it.connections.wait(0.2)
+        it.connections.turn()
         assert it.result(lease) is None
 
 
@@ -223,8 +226,8 @@ def test_a_batch_runs_twice_at_most_and_once_if_runs_have_effects(isolate: bool,
         lease = it.put([1, 2])
         for _ in range(workers - 1):
             assert it.result(lease) is None
-            busy = next(peer for peer in it.hub.ready if peer.flights)
-            it.hub.drop(busy, "a test says so")
+            busy = next(peer for peer in it.connections.ready if peer.flights)
+            it.connections.drop(busy, "a test says so")
             it.runner.turn()
         status, text = it.result(lease)
         assert status & 0xFF == 14
@@ -241,12 +244,12 @@ def test_a_batch_beyond_its_time_fails_and_ends_its_worker() -> None:
         found = None
         while found is None:
             assert time.monotonic() < until
-            it.hub.wait(0.01)
+            it.connections.wait(0.01)
             it.runner.turn()
             found = it.result(lease)
         assert found[0] == 4
         assert "run_timeout_ms 50" in found[1]
-        assert len(it.hub.peers) == 1
+        assert len(it.connections.peers) == 1
 
 
 def test_batches_go_to_who_has_least_to_do() -> None:
@@ -254,7 +257,11 @@ def test_batches_go_to_who_has_least_to_do() -> None:
         players = [it.player() for _ in range(3)]
         for number in range(6):
             it.put([number, number])
-            assert max(len(p.flights) for p in it.hub.ready) - min(len(p.flights) for p in it.hub.ready) <= 1
+            assert (
+                max(len(p.flights) for p in it.connections.ready)
+                - min(len(p.flights) for p in it.connections.ready)
+                <= 1
+            )
         assert not it.runner.room
         assert len(players) == 3
 
@@ -263,19 +270,19 @@ def test_only_the_key_of_its_workers_is_let_in(tmp_path: Path) -> None:
     server, worker = make_keys()
     _, other = make_keys()
     stranger = type(worker)("worker", other.public, other.secret, server.public)
-    hub = WorkerHub("127.0.0.1:0", server, welcome(), None, answer_bytes=4096)
-    players = [Player(hub.address, key) for key in (worker, other, stranger, None)]
+    connections = WorkerConnections("127.0.0.1:0", server, welcome(), None, answer_bytes=4096)
+    players = [Player(connections.address, key) for key in (worker, other, stranger, None)]
     try:
         for player in players:
             player.hello()
-        players[0].expect(hub, MessageKind.WELCOME)
+        players[0].expect(connections, MessageKind.WELCOME)
         for player in players[1:]:
-            assert player.receive(hub, limit_s=0.5) is None
-        assert len(hub.peers) == 1
+            assert player.receive(connections, limit_s=0.5) is None
+        assert len(connections.peers) == 1
     finally:
         for player in players:
             player.close()
-        hub.close()
+        connections.close()
 
 
 def test_keys_are_read_by_their_side_alone(tmp_path: Path) -> None:
@@ -294,14 +301,14 @@ def test_keys_are_read_by_their_side_alone(tmp_path: Path) -> None:
 
 def test_a_hub_listens_in_the_open_with_a_key_alone() -> None:
     with pytest.raises(ConfigError, match="without a key only a loopback address"):
-        WorkerHub("0.0.0.0:0", None, welcome(), None, answer_bytes=1)
+        WorkerConnections("0.0.0.0:0", None, welcome(), None, answer_bytes=1)
 
 
 def test_a_hub_takes_the_first_free_port_and_says_where_none_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         with pytest.raises(ConfigError, match="taken; a version that loads while another serves"):
-            WorkerHub(f"127.0.0.1:{port}", None, welcome(), None, answer_bytes=1)
+            WorkerConnections(f"127.0.0.1:{port}", None, welcome(), None, answer_bytes=1)
 
 
 @pytest.mark.parametrize("text", ["x", "x:", ":1", "x:1-", "x:-1", "x:2-1", "x:99999", "x:1-99", "x:a"])

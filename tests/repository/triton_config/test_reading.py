@@ -10,7 +10,8 @@ import pytest
 
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_config.completion import complete
-from fastserve.repository.triton_config.conversion import (
+from fastserve.repository.triton_config.messages import to_json
+from fastserve.repository.triton_config.reading import (
     config_json,
     parse_triton_json,
     parse_triton_text,
@@ -18,7 +19,6 @@ from fastserve.repository.triton_config.conversion import (
     to_model_config,
     triton_view,
 )
-from fastserve.repository.triton_config.messages import to_json
 from fastserve.settings import PolicyChoice
 from fastserve.tensor import DTYPES, TensorSpec
 
