@@ -92,7 +92,7 @@ class Rows(PreparedRequest):
         return 0 < self.rows <= self._path.queue.max_rows and self._path.start(call, self, lines)
 
     def fill(self, source: Lines, memory: list[memoryview]) -> bool:
-        memory[0][:] = self._codec.read(source)  # what it raises, the general path finds again and tells
+        memory[0][:] = self._codec.read(source)  # when it raises, the general path reads again and reports
         return True
 
     def make_writer(self, described: Described) -> int:

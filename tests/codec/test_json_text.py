@@ -22,6 +22,7 @@ PACKAGE = Path(fastserve.__file__).parent
 ROOMS = ("dialects", "serving", "wire", "repository", "codec")
 OTHERS_BYTES = {
     "codec/json_text.py": "the reader",
+    "serving/replication.py": "records that the owner's process has written",
     "serving/text/chat.py": "files of a model's folder",
     "serving/text/tokenizer.py": "a tokenizer's own state",
     "dialects/grps/json_messages.py": "one member as the text that it is, and no object",

@@ -60,11 +60,12 @@ def simulated() -> Iterator[None]:
 @contextlib.contextmanager
 def simulated_services() -> Iterator[None]:
     """A BatchedService may say `device="simulated"`."""
-    from fastserve import service  # no worker's business
+    from fastserve.service import batched_service  # no worker's business
+    from fastserve.workers import group
 
     with (
-        mock.patch.object(service, "DEVICE", re.compile(f"{service.DEVICE.pattern}|{NAME}")),
-        mock.patch.object(service, "WorkerGroup", partial(service.WorkerGroup, entry=WORKER)),
+        mock.patch.object(batched_service, "DEVICE", re.compile(f"{batched_service.DEVICE.pattern}|{NAME}")),
+        mock.patch.object(group, "WorkerGroup", partial(group.WorkerGroup, entry=WORKER)),
     ):
         yield
 

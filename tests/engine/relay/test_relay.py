@@ -298,7 +298,7 @@ def test_the_end_of_a_front_cancels_what_it_had_asked() -> None:
         relay.held.gate.clear()
         asking = [relay.asking(b"a"), relay.asking(b"b")]
         await relay.until(lambda: len(relay.held.asked) == 2)
-        relay.server.close()
+        relay.relay_server.close()
         await relay.until(lambda: relay.held.cancelled == 2)
         for one in asking:
             one.cancel()
