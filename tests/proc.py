@@ -6,6 +6,8 @@ A process that is listed may be gone when it is read, so read /proc/PID directly
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 
@@ -37,3 +39,17 @@ def children_of(pid: int) -> list[int]:
         return []
     found = (int(child) for task in tasks for child in read(pid, f"task/{task}/children").split())
     return sorted(child for child in found if name_of(child) != ZYGOTE)
+
+
+def stop(pid: int) -> None:
+    """Send SIGSTOP, and return once all threads of the process have stopped: until its main thread has run,
+    the others go on."""
+    os.kill(pid, signal.SIGSTOP)
+    late = time.monotonic() + 60
+    while any(_state_of(pid, task) not in "tT" for task in os.listdir(f"/proc/{pid}/task")):
+        assert time.monotonic() < late, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _state_of(pid: int, task: str) -> str:
+    return (read(pid, f"task/{task}/stat").rpartition(")")[2].split() or ["T"])[0]  # gone: it runs no more

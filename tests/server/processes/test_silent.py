@@ -15,6 +15,7 @@ from fastserve.errors import ServeError
 from fastserve.server import front_process
 from fastserve.workers import liveness
 from fastserve.workers.liveness import SilenceLimits
+from tests import proc
 from tests.backends.triton_api.rig import model, repeating
 from tests.backends.triton_api.rig import serving as serving_triton
 from tests.server.models import test_text
@@ -78,7 +79,7 @@ def test_an_idle_worker_that_is_stopped_is_replaced(tmp_path: Path, changes: dic
     async def work() -> None:
         async with serving(tmp_path) as served:
             (pid,) = served.pids
-            os.kill(pid, signal.SIGSTOP)
+            proc.stop(pid)
             asking = served.asking(2.0)
             await replaced(served, pid)
             assert await asking == (200, [4.0])
@@ -92,7 +93,7 @@ def test_what_a_stopped_worker_was_woken_for_another_takes(tmp_path: Path):
     async def work() -> None:
         async with serving(tmp_path) as served:
             first, _ = served.pids
-            os.kill(first, signal.SIGSTOP)
+            proc.stop(first)
             assert [status for status, _ in [await served.ask(2.0) for _ in range(4)]] == [200] * 4
             assert served.server.front.readiness.ready, "one worker answers"
             await served.until(lambda: first not in served.pids and 0 not in served.pids)
