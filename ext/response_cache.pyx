@@ -327,7 +327,7 @@ def lay_out_shared(memory, uint64_t capacity, uint64_t seed) -> None:
 
 
 cdef class SharedResponseCache(ResponseCache):
-    """The same in memory that several processes share, at most `capacity` bytes over all of them."""
+    """Response cache in memory that several processes share, at most `capacity` bytes over all of them."""
 
     cdef Py_buffer buffer
     cdef bint held

@@ -464,6 +464,6 @@ class AcceptBalancer:
         if self._accepting and self._resting is None:
             self.table.set_state(self.front, AcceptState.ACCEPTING)
         for front, inbox in enumerate(self._inboxes):
-            # Those whose giver has ended meanwhile.
+            # Connections for a front whose giver has ended meanwhile.
             if front != self.front and inbox.waiting() and self.table.idle_s(front) >= BEAT_S:
                 self._rescue(front)
