@@ -20,13 +20,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fastserve._ext.infer_json import InferInput, read_infer
 from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer
 from fastserve._ext.request_template import RequestTemplate, find_placeholders
 from fastserve.codec.json_text import leading_int
 from fastserve.dialects.kserve.inference import Inference, deduce_raw, reply_parameters, show_outputs
 from fastserve.dialects.kserve.json_values import not_in_json
-from fastserve.dialects.kserve.request import InferBody, InferParameters, ReplyOptions, read_body, read_header
+from fastserve.dialects.kserve.request import (
+    InferBody,
+    InferParameters,
+    InputPart,
+    ReplyOptions,
+    read_body,
+    read_header,
+)
 from fastserve.dialects.kserve.routes import KServeTarget
 from fastserve.dialects.kserve.service import KServeService, too_large
 from fastserve.engine import BatchQueue
@@ -330,13 +336,16 @@ class HttpTemplates:
         return self._path.start(call, template, (body, header_bytes), template.id)
 
     def cache_template(
-        self, data: Memory, header_bytes: int, options: ReplyOptions, request: InferRequest
+        self, header: Memory, given: list[InputPart], options: ReplyOptions, request: InferRequest
     ) -> None:
-        """Cache the template of a request that `start` did not know and the general path has answered."""
-        self._templates.cache_template(partial(self._make, data, header_bytes, options, request))
+        """Cache the template of a request that `start` did not know and the general path has answered.
+
+        `given` are the inputs as read from `header`, its JSON.
+        """
+        self._templates.cache_template(partial(self._make, header, given, options, request))
 
     def _make(
-        self, data: Memory, header_bytes: int, options: ReplyOptions, request: InferRequest
+        self, header: Memory, given: list[InputPart], options: ReplyOptions, request: InferRequest
     ) -> InferTemplate | None:
         """Return the template of a request, None where it has none."""
         queue, batching = self._path.queue, self._view.batching
@@ -344,9 +353,7 @@ class HttpTemplates:
         if found is None:
             return None
         try:
-            parts = _split_header(
-                bytes(memoryview(data)[:header_bytes]), found[1], found[0], batching=batching
-            )
+            parts = _split_header(bytes(header), given, found[1], found[0], batching=batching)
             bare = replace(request, inputs=found[1])
             return (
                 None
@@ -358,7 +365,7 @@ class HttpTemplates:
 
 
 def _split_header(
-    header: bytes, inputs: dict[str, Tensor], rows: int, *, batching: bool
+    header: bytes, given: list[InputPart], inputs: dict[str, Tensor], rows: int, *, batching: bool
 ) -> HeaderFields | None:
     """Split a request's JSON into fields, b"" for a raw request; None where it has no template."""
     row_bytes = [prod(tensor.shape) * tensor.dtype.item_bytes // rows for tensor in inputs.values()]
@@ -366,7 +373,6 @@ def _split_header(
     if not header:
         parts.blobs = [(0, parts.targets[0])]
         return parts
-    given = read_infer(header).inputs
     found = find_placeholders(header)
     if len(header) - sum(end - start for kind, start, end, _ in found if kind == "data") > MOST_TEXT_BYTES:
         return None
@@ -374,13 +380,14 @@ def _split_header(
     has = {(kind, number) for kind, _, _, number in found}
     for number, part in enumerate(given):
         target = targets[part.name]
-        if part.data_present:
+        if part.is_json:
             if ("data", number) not in has:
                 return None
-        elif "binary_data_size" in part.parameters:
+        elif part.range is None:
             parts.blobs.append((target, parts.targets[target]))
         else:
-            parts.sources.append(_find_source(part, target, parts.targets[target]))
+            place = part.range
+            parts.sources.append(RegionSource(target, place.region, place.offset, parts.targets[target]))
     if batching and _rows_are_known(found, given):
         parts.rows = 0
     for kind, start, end, number in found:
@@ -406,20 +413,14 @@ def _unit_of(kind: str, row_bytes: list[int], target: int, tensor: Tensor | None
     return row_bytes[target] if kind == "size" else row_bytes[target] // tensor.dtype.item_bytes
 
 
-def _rows_are_known(found: list[tuple[str, int, int, int]], given: list[InferInput]) -> bool:
+def _rows_are_known(found: list[tuple[str, int, int, int]], given: list[InputPart]) -> bool:
     """Return True when every number that depends on the rows was found, one of them before all data."""
     has = {(kind, number) for kind, _, _, number in found}
     numbers = [kind for kind, _, _, _ in found if kind in ("rows", "size", "data")]
     return numbers[:1] != ["data"] and all(
-        ("rows", number) in has and (part.data_present or ("size", number) in has)
+        ("rows", number) in has and (part.is_json or ("size", number) in has)
         for number, part in enumerate(given)
     )
-
-
-def _find_source(part: InferInput, target: int, row_bytes: int) -> RegionSource:
-    offset = part.parameters.get("shared_memory_offset", 0)
-    assert isinstance(offset, int)
-    return RegionSource(target, str(part.parameters["shared_memory_region"]), offset, row_bytes)
 
 
 HEADER_LENGTH = b"inference-header-content-length"
@@ -554,7 +555,8 @@ class HttpInference(Inference):
     def answered(self, took_ns: int) -> None:
         fast = self._fast
         if fast is not None and fast.version is self.version and self.request is not None:
-            fast.cache_template(self._call.body, self._header_bytes, self.options, self.request)
+            header = memoryview(self._call.body)[: self._header_bytes]
+            fast.cache_template(header, self.body.inputs, self.options, self.request)
 
     def refused(self, fault: ServeError) -> None:
         headers = SUPPORTED if fault.reason is Reason.UNKNOWN_ENCODING else ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator
 from functools import partial
 
@@ -24,10 +25,12 @@ from fastserve.tensor import Tensor
 from fastserve.util.offload import gather_or_cancel
 
 Answer = asyncio.Future["Ticket"]
-# Of a request that is split: one piece runs and one is ready when it is done.
-PIECES_A_WORKER = 2
+# Of a request that is split: one piece runs and one is ready when it is done. Of short pieces more are ready, so
+# that neither side sleeps after each: 10,000 of 0.05 ms then take 0.6 s of the front's CPU and not 1.7.
+PIECES_A_WORKER, SHORT_PIECES_A_WORKER = 2, 4
+SHORT_PIECE_S = 0.002
 MOST_BATCHES = 10_000
-"""Batches that one request may fill without `max_request_rows`: each takes 0.05 ms of the front's CPU."""
+"""Batches that one request may fill without `max_request_rows`: each takes 0.05 to 0.1 ms of CPU in the front."""
 
 
 class PlainScheduler(Scheduler):
@@ -137,9 +140,10 @@ def _respond(queue: BatchQueue, ticket: Ticket, request: InferRequest) -> InferR
 
 
 async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dict[str, Tensor]:
-    """Run a request in pieces of at most a batch. As many are under way as keep the workers busy; the rest of
-    the queue is left to others. The first piece may be refused like any request, the next ones are patient.
-    An answered piece is copied out before the next one is waited for."""
+    """Run a request in pieces of at most a batch. As many are under way as keep the workers busy: more of them
+    where the first is done within SHORT_PIECE_S. The rest of the queue is left to others. The first piece may
+    be refused like any request, the next ones are patient. An answered piece is copied out before the next
+    one is waited for."""
     most = queue.room.piece_rows
     starts, slices = iter(range(0, rows, most)), RowSlices(request.inputs)
     parts: dict[int, dict[str, Tensor]] = {}
@@ -154,7 +158,14 @@ async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dic
         for start in starts:
             await run_one(start, patient=True)
 
-    first = asyncio.ensure_future(run_one(next(starts), patient=False))
+    async def run_first() -> None:
+        began = time.monotonic()
+        await run_one(next(starts), patient=False)
+        short = time.monotonic() - began < SHORT_PIECE_S
+        more = (SHORT_PIECES_A_WORKER - PIECES_A_WORKER) * queue.workers if short else 0
+        await gather_or_cancel([run_on() for _ in range(1 + more)])
+
+    first = asyncio.ensure_future(run_first())
     await gather_or_cancel([first, *(run_on() for _ in range(PIECES_A_WORKER * queue.workers - 1))])
     return join_parts([parts[start] for start in sorted(parts)])
 
