@@ -25,12 +25,12 @@ from fastserve.tensor import Tensor
 from fastserve.util.offload import gather_or_cancel
 
 Answer = asyncio.Future["Ticket"]
-# Of a request that is split: one piece runs and one is ready when it is done. Of short pieces more are ready, so
-# that neither side sleeps after each: 10,000 of 0.05 ms then take 0.6 s of the front's CPU and not 1.7.
+# Of a request that is split: one piece runs and one is ready when it is done. Of short pieces more are ready,
+# so that neither side sleeps after each: 10,000 of 0.05 ms then take 0.6 s of the front's CPU and not 1.7.
 PIECES_A_WORKER, SHORT_PIECES_A_WORKER = 2, 4
 SHORT_PIECE_S = 0.002
 MOST_BATCHES = 10_000
-"""Batches that one request may fill without `max_request_rows`: each takes 0.05 to 0.1 ms of CPU in the front."""
+"""Batches that one request may fill without `max_request_rows`: each takes 0.05 to 0.1 ms of CPU."""
 
 
 class PlainScheduler(Scheduler):
@@ -140,8 +140,8 @@ def _respond(queue: BatchQueue, ticket: Ticket, request: InferRequest) -> InferR
 
 
 async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dict[str, Tensor]:
-    """Run a request in pieces of at most a batch. As many are under way as keep the workers busy: more of them
-    where the first is done within SHORT_PIECE_S. The rest of the queue is left to others. The first piece may
+    """Run a request in pieces of at most a batch. As many are under way as keep the workers busy: more where
+    the first is done within SHORT_PIECE_S. The rest of the queue is left to others. The first piece may
     be refused like any request, the next ones are patient. An answered piece is copied out before the next
     one is waited for."""
     most = queue.room.piece_rows
