@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from fastserve.backends.script.declaration import model as model
     from fastserve.backends.script.multipart import File as File
     from fastserve.backends.script.remote import remote as remote
+    from fastserve.batching import BatchedService as BatchedService
+    from fastserve.batching import VectorTransformer as VectorTransformer
     from fastserve.client.clients import AsyncClient as AsyncClient
     from fastserve.client.clients import Client as Client
-    from fastserve.service import BatchedService as BatchedService
-    from fastserve.service import VectorTransformer as VectorTransformer
 
 __all__ = [
     "App",
@@ -38,11 +38,11 @@ _PLACES = {
     "App": "fastserve.app.calls",
     "Array": "fastserve.backends.script.array_type",
     "AsyncClient": "fastserve.client.clients",
-    "BatchedService": "fastserve.service",
+    "BatchedService": "fastserve.batching",
     "Client": "fastserve.client.clients",
     "File": "fastserve.backends.script.multipart",
     "Response": "fastserve.backends.script.backend",
-    "VectorTransformer": "fastserve.service",
+    "VectorTransformer": "fastserve.batching",
     "model": "fastserve.backends.script.declaration",
     "remote": "fastserve.backends.script.remote",
     "serve": "fastserve.app.calls",

@@ -19,7 +19,7 @@ STARTERS = {
     ("fastserve.engine.loader", "Host"),
     ("fastserve.workers.group", "WorkerGroup"),
     ("fastserve.workers.process", "WorkerProcess"),
-    ("fastserve.service", "BatchedService"),
+    ("fastserve.batching", "BatchedService"),
 }
 
 

@@ -60,7 +60,7 @@ def simulated() -> Iterator[None]:
 @contextlib.contextmanager
 def simulated_services() -> Iterator[None]:
     """A BatchedService may say `device="simulated"`."""
-    from fastserve.service import batched_service  # no worker's business
+    from fastserve.batching import batched_service  # no worker's business
     from fastserve.workers import group
 
     with (

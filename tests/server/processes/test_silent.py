@@ -18,11 +18,11 @@ from fastserve.workers.liveness import SilenceLimits
 from tests import proc
 from tests.backends.triton_api.rig import model, repeating
 from tests.backends.triton_api.rig import serving as serving_triton
+from tests.batching import models
+from tests.batching.test_batched_service import Service
 from tests.server.models import test_text
 from tests.server.processes.test_fronts import connect_to_each
 from tests.server.rig import HOLD, SOURCE, Served, release, run, seen, serving, write_model
-from tests.service import models
-from tests.service.test_service import Service
 
 pytestmark = pytest.mark.logs_errors
 BRISK = SilenceLimits(ping_s=0.2, silent_s=1.0, computing_s=2.0, starved_s=60.0)

@@ -33,11 +33,11 @@ from fastserve.backends.transformer import (
     StartedWhileImported,
     VectorTransformer,
 )
+from fastserve.batching.background_loop import BackgroundLoop
+from fastserve.batching.in_process import STOPPED, ThreadBatcher
+from fastserve.batching.transformer_class import check_class, order_worker
 from fastserve.codec.object_codecs import CODECS
 from fastserve.errors import Kind, ServeError
-from fastserve.service.background_loop import BackgroundLoop
-from fastserve.service.in_process import STOPPED, ThreadBatcher
-from fastserve.service.transformer_class import check_class, order_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,7 +10,7 @@ import torch
 
 from fastserve import BatchedService, VectorTransformer
 from fastserve.errors import Kind, ServeError
-from tests.service import models
+from tests.batching import models
 
 
 @dataclass

@@ -12,8 +12,8 @@ import pytest
 
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.group import Backoff
-from tests.service import models
-from tests.service.test_service import Service
+from tests.batching import models
+from tests.batching.test_batched_service import Service
 
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV)
 LONGEST_S = 30.0

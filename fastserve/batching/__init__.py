@@ -1,7 +1,7 @@
 """The batching library: `from fastserve import BatchedService, VectorTransformer`."""
 
 from fastserve.backends.transformer import VectorTransformer
+from fastserve.batching.batched_service import BatchedService
 from fastserve.errors import ServeError
-from fastserve.service.batched_service import BatchedService
 
 __all__ = ["BatchedService", "ServeError", "VectorTransformer"]

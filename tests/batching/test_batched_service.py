@@ -15,7 +15,7 @@ import pytest
 
 from fastserve import BatchedService, VectorTransformer
 from fastserve.errors import Kind, ModelError, ServeError
-from tests.service import models
+from tests.batching import models
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blog_experiment.py"
 

@@ -14,7 +14,7 @@ import pytest
 
 from fastserve import BatchedService, VectorTransformer
 from fastserve.errors import Kind, ServeError
-from tests.service import models
+from tests.batching import models
 
 
 def run(work):

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastserve import BatchedService
+from fastserve.batching.background_loop import NAME
 from fastserve.errors import ServeError
-from fastserve.service.background_loop import NAME
-from tests.service import models
+from tests.batching import models
 
 
 class Echoing(BatchedService):
@@ -94,7 +94,7 @@ def test_errors_are_raised_where_the_result_is_asked_for():
 def test_a_program_that_forgets_to_stop_ends():
     text = textwrap.dedent("""
         from fastserve import BatchedService
-        from tests.service import models
+        from tests.batching import models
         service = BatchedService(8, 0.01)
         service.start(models.Echo)
         print(service.submit(4).result(60)[0], flush=True)
