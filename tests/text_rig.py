@@ -23,7 +23,7 @@ import msgspec
 
 from fastserve._ext.text_tokens import Flow
 from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
-from fastserve.codec.text import Extra, Finish, Heard, Info, Record, TextNote, write_text
+from fastserve.codec.generation import Extra, Finish, Heard, Info, Record, TextNote, write_text
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.metrics import Registry
 from fastserve.net.listener import HttpListener

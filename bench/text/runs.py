@@ -13,7 +13,7 @@ import torch
 
 from fastserve.backends.llm.backend import TransformersBackend
 from fastserve.backends.llm.protocols import TextRequest
-from fastserve.codec.text import Finish, Sampling, TextNote
+from fastserve.codec.generation import Finish, Sampling, TextNote
 
 
 def percentile(values: list[float], share: float) -> float:

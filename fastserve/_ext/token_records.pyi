@@ -3,7 +3,7 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from fastserve.codec.text import Finish, Record
+from fastserve.codec.generation import Finish, Record
 
 CANCELLED: int
 TIMEOUT: int

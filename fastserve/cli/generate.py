@@ -19,7 +19,7 @@ import click
 from fastserve.cli.client import ServerClient, Trust, url_option, with_trust
 
 if TYPE_CHECKING:
-    from fastserve.codec.text import Record
+    from fastserve.codec.generation import Record
     from fastserve.serving.text.stream import TextStream
 
 
@@ -143,7 +143,7 @@ def _run_folder(folder: Path, device: str, question: Question, told: AnswerProgr
     from fastserve._ext.stop_strings import StopStrings, StopTable
     from fastserve.backends.llm.backend import TransformersBackend
     from fastserve.backends.llm.protocols import TextRequest
-    from fastserve.codec.text import TextNote
+    from fastserve.codec.generation import TextNote
     from fastserve.serving.text.request import fit
     from fastserve.serving.text.stream import TextStream
     from fastserve.serving.text.tokenizer import load_tokenizer
@@ -196,7 +196,7 @@ def _chat(folder: Path, prompt: str) -> str:
 def _sampling(question: Question) -> Any:
     import os
 
-    from fastserve.codec.text import Sampling
+    from fastserve.codec.generation import Sampling
 
     seed = int.from_bytes(os.urandom(8), "little") if question.seed is None else question.seed
     return Sampling(

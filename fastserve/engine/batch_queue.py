@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
 from fastserve._ext.fast_path import DEADLINE_TICK_NS, Ticket, TicketTable
 from fastserve._ext.slab_tensors import SlabCodec
-from fastserve.codec.text import Record
+from fastserve.codec.generation import Record
 from fastserve.errors import (
     DeadlineError,
     Kind,

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from fastserve.codec.text import GenerationRun, Heard, Info, TextNote
+from fastserve.codec.generation import GenerationRun, Heard, Info, TextNote
 from fastserve.errors import Kind, ServeError, unsupported
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Attachment, Version

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from fastserve._ext.arena_maintenance import ArenaScanner
 from fastserve.engine.batch_queue import BatchQueue
-from fastserve.engine.text import TextQueue
+from fastserve.engine.text_queue import TextQueue
 from fastserve.errors import Kind, Reason, pack_status, worker_lost
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import ModelConfig, build_specs, with_streams
 from fastserve.repository.signature import Signature, build_signatures, with_signatures

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import SCHEDULER, Engine, Scheduler, find_scheduler

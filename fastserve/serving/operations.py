@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.repository.version import Version
 from fastserve.serving.model_view import ModelView
 from fastserve.tensor import DType

@@ -44,7 +44,7 @@ IMPORTED = (
     "fastserve.backends.llm.backend",
     "fastserve.backends.llm.loading",
     "fastserve.workers.loop",
-    "fastserve.workers.text",
+    "fastserve.workers.text_loop",
     "transformers.generation.utils",  # for every class of models that write
     "transformers.modeling_layers",
 )

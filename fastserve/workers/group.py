@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastserve.backends.model_errors import explain
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.devices.inventory import VISIBLE
 from fastserve.errors import Kind, ServeError
 from fastserve.tensor import TensorSpec

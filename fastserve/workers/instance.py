@@ -22,7 +22,7 @@ import msgspec
 
 from fastserve.backends.base import read_specs
 from fastserve.backends.model_errors import clean
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.errors import ConfigError, Kind, RemoteTrace, ServeError, internal
 from fastserve.tensor import TensorSpec
 from fastserve.workers.control import ControlFault, PeerGone

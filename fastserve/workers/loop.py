@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
     from fastserve.backends.base import ElementBackend, RequestBackend
     from fastserve.backends.llm.protocols import TextBackend
-    from fastserve.workers.text import TextLoop
+    from fastserve.workers.text_loop import TextLoop
     from fastserve.workers.warmup import SyntheticInput
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def make_text_loop(
     control: ControlChannel,
 ) -> TextLoop:
     """Make the loop of a text engine, which has no runner and warms up when it loads."""
-    from fastserve.workers.text import TextLoop
+    from fastserve.workers.text_loop import TextLoop
 
     engine, limit_ms = cast("TextBackend", backend), int(config["run_timeout_ms"])
     return TextLoop(arena, ring, worker, engine, control.fileno(), limit_ms=limit_ms)

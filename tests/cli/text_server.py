@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.dialects.textgen import SPEC
 from fastserve.settings import Settings
 from tests.text_rig import LocalEngine, Said, Scripted, listening

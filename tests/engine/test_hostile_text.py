@@ -15,9 +15,9 @@ import time
 import pytest
 
 from fastserve._ext.token_records import TokenSender, read_prompt
-from fastserve.codec.text import Finish, Record, TextNote
+from fastserve.codec.generation import Finish, Record, TextNote
 from fastserve.engine.batch_queue import QueueMetrics
-from fastserve.engine.text import TextQueue, TextRun
+from fastserve.engine.text_queue import TextQueue, TextRun
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics.registry import Registry
 from fastserve.workers.arena import Arena, Geometry

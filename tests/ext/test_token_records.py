@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fastserve._ext import batch_ring, token_records
 from fastserve._ext.batch_ring import RECORDS, BatchRing
 from fastserve._ext.token_records import TokenReader, TokenSender, prompt_bytes, read_prompt, write_prompt
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from tests.oracles import token_records as plain
 
 IDS = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=50)

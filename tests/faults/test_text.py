@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.errors import ServeError
 from tests.text.serving import Heard, Served, run, serving, until
 

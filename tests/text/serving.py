@@ -11,10 +11,10 @@ from typing import Any
 
 import uvloop
 
-from fastserve.codec.text import Finish, GenerationRun, Record, Sampling, TextNote, read_extra
+from fastserve.codec.generation import Finish, GenerationRun, Record, Sampling, TextNote, read_extra
 from fastserve.engine.engine import Engine, scheduler_of
 from fastserve.engine.loader import VersionLoader
-from fastserve.engine.text import TextQueue, TextScheduler
+from fastserve.engine.text_queue import TextQueue, TextScheduler
 from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config

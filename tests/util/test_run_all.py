@@ -12,7 +12,7 @@ import pytest
 import fastserve.util.rate_limited_log as each_module
 from fastserve._ext.batch_ring import RECORDS
 from fastserve._ext.text_tokens import Flowing
-from fastserve.engine.text import TextQueue
+from fastserve.engine.text_queue import TextQueue
 from fastserve.errors import Kind, ServeError
 from fastserve.net.grpc.calls import CallDeadlines
 from fastserve.net.http1.connection import Http1Connection

@@ -15,7 +15,7 @@ import msgspec
 from fastserve.backends.llm.folder import check_folder, find_runtime
 from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.backends.registry import find_backend
-from fastserve.codec.text import Finish, Info
+from fastserve.codec.generation import Finish, Info
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.text_options import TextOptions
 from fastserve.util.memory import gc_paused

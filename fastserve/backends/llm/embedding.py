@@ -30,7 +30,7 @@ from fastserve.backends.model_errors import (
     is_out_of_memory,
     kind_of,
 )
-from fastserve.codec.text import Extra, Finish, Info, write_text
+from fastserve.codec.generation import Extra, Finish, Info, write_text
 from fastserve.errors import Kind, ServeError
 from fastserve.settings.text_options import TextOptions
 

@@ -24,7 +24,7 @@ from fastserve.backends.llm.pooling import find_pooling, with_pooling
 from fastserve.backends.llm.protocols import TextRequest
 from fastserve.backends.llm.torch_model import TorchModel
 from fastserve.backends.model_errors import clean, is_out_of_memory
-from fastserve.codec.text import Info, TextNote
+from fastserve.codec.generation import Info, TextNote
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.text_options import TextOptions
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from fastserve.backends.llm.folder import ENCODERS, read_json
 from fastserve.backends.llm.protocols import Chunk
-from fastserve.codec.text import Extra, Finish, Info, write_text
+from fastserve.codec.generation import Extra, Finish, Info, write_text
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.fields import fault_text
 from fastserve.settings.text_options import TextOptions

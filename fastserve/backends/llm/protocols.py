@@ -5,7 +5,7 @@
     engine.step(out)            one iteration: a record in `out` for each token; whether anything ran
     engine.pending()            sequences that have not had their last record
 
-Everything is called from one thread. workers/text.py delivers requests and sends records; the front process
+Everything is called from one thread. workers/text_loop.py delivers requests and sends records; the front
 makes text of tokens. A BatchEngine computes logits with a ModelRunner.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from fastserve.codec.text import Finish, Info, TextNote
+from fastserve.codec.generation import Finish, Info, TextNote
 
 if TYPE_CHECKING:
     import numpy as np

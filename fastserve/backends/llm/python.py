@@ -36,7 +36,7 @@ from fastserve.backends.frameworks.python import check_takes_one, describe_model
 from fastserve.backends.llm.embedding import EmbedEngine
 from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.backends.model_errors import explain, kind_of
-from fastserve.codec.text import Extra, Finish, Info, Logprobs, Sampling, write_text
+from fastserve.codec.generation import Extra, Finish, Info, Logprobs, Sampling, write_text
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.text_options import TextOptions
 

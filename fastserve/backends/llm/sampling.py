@@ -13,7 +13,7 @@ import numpy as np
 from fastserve._ext.sampler import Sampler
 from fastserve.backends.llm.protocols import Out
 from fastserve.backends.llm.scheduling import Prefill, TextSequence
-from fastserve.codec.text import Extra, Finish, Logprobs, Sampling, write_text
+from fastserve.codec.generation import Extra, Finish, Logprobs, Sampling, write_text
 from fastserve.errors import Kind, invalid
 
 NO_NUMBER = write_text(

@@ -29,7 +29,7 @@ import numpy as np
 
 from fastserve.backends.llm.pooling import Pool
 from fastserve.backends.llm.protocols import Chunk, KVCache, Out, StepPlan, TextRequest
-from fastserve.codec.text import Finish, Info, Sampling
+from fastserve.codec.generation import Finish, Info, Sampling
 from fastserve.errors import invalid
 from fastserve.settings.text_options import TextOptions
 

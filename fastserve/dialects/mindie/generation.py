@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.dialects.text_common.bodies import WORK, is_integer, read_body
 from fastserve.dialects.text_common.mindie import (
     MOST_INT,

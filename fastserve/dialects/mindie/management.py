@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from fastserve import __version__
-from fastserve.codec.text import Sampling
+from fastserve.codec.generation import Sampling
 from fastserve.dialects.text_common.mindie import SERVER, envelope, refuse
 from fastserve.dialects.text_common.mindie_metrics import MindieMetric, write_page, write_vector
 from fastserve.dialects.text_common.routes import TargetParts, TextRoute

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.dialects.text_common.streams import EVENTS
 from fastserve.serving.text import EventTemplate, Placeholder
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fastserve.codec.text import Sampling
+from fastserve.codec.generation import Sampling
 from fastserve.dialects.text_common.bodies import is_integer
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.net.router import fault_headers

@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import msgspec
 
+from fastserve.codec.generation import Sampling
 from fastserve.codec.json_text import FreeJSON
-from fastserve.codec.text import Sampling
 from fastserve.dialects.text_common.bodies import (
     BOUNDS,
     MOST_FLOAT,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.dialects.text_common import mindie
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.serving.text import Ending, EventTemplate, Placeholder, TextStream, Token

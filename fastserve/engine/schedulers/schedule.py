@@ -30,7 +30,7 @@ from fastserve.engine.schedulers.sequence import (
     open_sequence_inputs,
     strategy_of,
 )
-from fastserve.engine.text import TextQueue, TextScheduler
+from fastserve.engine.text_queue import TextQueue, TextScheduler
 from fastserve.errors import invalid
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.version import Version

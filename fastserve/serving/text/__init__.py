@@ -14,7 +14,7 @@ parameters and the text of refusals belong to each dialect.
 """
 
 from fastserve._ext.text_tokens import EventTemplate, Placeholder, Token
-from fastserve.codec.text import Finish, Info, Sampling
+from fastserve.codec.generation import Finish, Info, Sampling
 from fastserve.serving.text.models import TextModel, TextModels
 from fastserve.serving.text.request import (
     BadStop,

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from fastserve._ext.stop_strings import StopStrings, StopTable
-from fastserve.codec.text import Info, Record, TextNote
+from fastserve.codec.generation import Info, Record, TextNote
 from fastserve.engine import Engine
 from fastserve.errors import Kind, ServeError, server_starting
 from fastserve.metrics.names import Traffic

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastserve.codec.text import Sampling
+from fastserve.codec.generation import Sampling
 from fastserve.errors import Kind, ServeError
 
 MOST_CHARACTERS = 4 << 20

@@ -35,7 +35,7 @@ import msgspec
 
 from fastserve._ext.stop_strings import StopStrings
 from fastserve._ext.text_tokens import EventTemplate, Flow, Token, take_plain
-from fastserve.codec.text import Extra, Finish, GenerationRun, Logprobs, Record, TextNote, read_extra
+from fastserve.codec.generation import Extra, Finish, GenerationRun, Logprobs, Record, TextNote, read_extra
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, unpack_status, worker_lost
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text.tokenizer import Detokenizer

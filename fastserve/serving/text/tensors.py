@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
+from fastserve.codec.generation import Sampling
 from fastserve.codec.json_text import DocumentFault, FreeJSON
-from fastserve.codec.text import Sampling
 from fastserve.errors import ConfigError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse

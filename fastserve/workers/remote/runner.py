@@ -1,13 +1,12 @@
 """The remote runner: an ordinary worker of the server whose batches are run by remote workers.
 
-    RemoteVersion      the face of a backend: `load` listens, and waits for the workers the version needs
+    RemoteVersion    the face of a backend: `load` listens, and waits for the workers the version needs
     RemoteRunner     takes batches while a worker has room, sends each to who has least to do, lands answers
 
-There is one queue, the version's ring: a batch is taken when a worker can have it, and not before. A worker
-that
-is lost gives its batches back, and each runs once more elsewhere; one that has lost a worker already, or may
-not run twice (`isolate_failures: false`), fails. With its last worker the runner ends, so that the owner's
-policy for versions without a worker holds as it stands.
+There is one queue, the version's ring: a batch is taken when a worker can have it, and not before. Batches
+of a worker that is lost run once more elsewhere; a batch that has lost a worker already, or may not run
+twice (`isolate_failures: false`), fails. With its last worker the runner ends, so that the owner's policy
+for versions without a worker holds as it stands.
 """
 
 from __future__ import annotations

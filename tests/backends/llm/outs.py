@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastserve.backends.llm.protocols import TextEngine, TextRequest
-from fastserve.codec.text import Extra, Finish, Sampling, TextNote, read_extra
+from fastserve.codec.generation import Extra, Finish, Sampling, TextNote, read_extra
 
 
 class Heard:

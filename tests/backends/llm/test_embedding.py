@@ -10,7 +10,7 @@ import pytest
 
 from fastserve.backends.llm.embedding import MOST_TOKENS, EmbedEngine
 from fastserve.backends.llm.protocols import TextRequest
-from fastserve.codec.text import Finish, Info, TextNote
+from fastserve.codec.generation import Finish, Info, TextNote
 from fastserve.errors import Kind, ServeError
 from fastserve.settings.text_options import TextOptions
 from tests.backends.llm.outs import Heard

@@ -17,7 +17,7 @@ from fastserve.backends.llm import engine as engines
 from fastserve.backends.llm.engine import FAULTS_MAX, BatchEngine
 from fastserve.backends.llm.scheduling import PrefillBudget
 from fastserve.backends.model_errors import DeviceLost
-from fastserve.codec.text import Finish, Info
+from fastserve.codec.generation import Finish, Info
 from fastserve.errors import Kind, ServeError
 from fastserve.settings.text_options import TextOptions
 from tests.backends.llm.outs import Heard, ask, run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastserve.backends.llm.backend import TransformersBackend
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from tests.backends.llm.folders import CONFIGS, EOS, LENGTH, PLAIN, VOCAB, generate, save_model
 from tests.backends.llm.outs import Heard, ask, run
 

@@ -14,7 +14,7 @@ import torch
 from fastserve.backends.llm import kv_cache
 from fastserve.backends.llm.backend import TransformersBackend
 from fastserve.backends.llm.kv_cache import CacheSize, find_cache_size, row_bytes
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.errors import ConfigError, ServeError
 from fastserve.settings.text_options import TextOptions
 from tests.backends.llm.folders import EOS, LENGTH, VOCAB, generate, save_model

@@ -22,7 +22,7 @@ from fastserve.backends.llm.backend import TransformersBackend
 from fastserve.backends.llm.numpy_loading import WeightFiles
 from fastserve.backends.llm.numpy_model import NumpyModel
 from fastserve.backends.llm.protocols import Chunk, StepPlan
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.errors import ConfigError, ServeError
 from tests.backends.llm.folders import CONFIGS, PLAIN, VOCAB, generate, make_config, save_model
 from tests.backends.llm.outs import Heard, ask, run

@@ -13,7 +13,7 @@ import torch
 
 from fastserve.backends.llm.backend import TransformersBackend
 from fastserve.backends.llm.protocols import TextRequest
-from fastserve.codec.text import Finish, TextNote
+from fastserve.codec.generation import Finish, TextNote
 from fastserve.errors import ConfigError, Kind, ServeError
 from tests.backends.llm.folders import VOCAB, generate, make_config, save_model, transformers
 from tests.backends.llm.outs import Heard, ask, run

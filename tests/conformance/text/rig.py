@@ -59,7 +59,7 @@ import pathlib
 import time
 from array import array
 
-from fastserve.codec.text import Extra, Finish, write_text
+from fastserve.codec.generation import Extra, Finish, write_text
 
 FOLDER = pathlib.Path({folder!r})
 MADE = write_text(Extra(vector=array("f", {vector}).tobytes()))

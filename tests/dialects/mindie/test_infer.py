@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from fastserve._ext.http2_frames import frame
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from tests.dialects.text_common.rigs import RIGS, SAMPLE_1
 from tests.dialects.text_common.serving import Local, local, served
 from tests.faults.flooding import END_HEADERS, HEADERS, Link, block

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fastserve._ext.text_tokens import Token
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.dialects.mindie.generation import FINISH_REASON, EventWriter, details_of
 from fastserve.dialects.openai.responses import AnswerEncoder, ChatWriter, CompletionWriter
 from fastserve.dialects.openai.vllm import VllmWriter

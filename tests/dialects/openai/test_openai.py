@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.dialects.openai import responses
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.likely import Likely

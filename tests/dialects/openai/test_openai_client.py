@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.dialects.tfserving.spec import SPEC as TFSERVING
 from fastserve.net.router import Router
 from fastserve.settings import TextgenOptions

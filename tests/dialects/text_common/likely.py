@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastserve.backends.llm.protocols import Out
-from fastserve.codec.text import Extra, Finish, Logprobs, read_extra, write_text
+from fastserve.codec.generation import Extra, Finish, Logprobs, read_extra, write_text
 from tests.text_rig import Scripted
 
 FIRST = -0.25

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastserve.backends.llm.protocols import TextRequest
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from tests.text_rig import Said, Scripted
 
 SAMPLE_1: list[Said] = [

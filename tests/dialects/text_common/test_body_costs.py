@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.rigs import HELLO
 from tests.dialects.text_common.serving import Local, Reply

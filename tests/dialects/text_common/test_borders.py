@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.serving.text.tokenizer import _BYTE_OF
 from fastserve.settings import TextgenOptions
 from tests.conformance.text.apis import APIS, Api, Reply

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.codec.text import Info, Record
+from fastserve.codec.generation import Info, Record
 from fastserve.serving.text import TextStream
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.serving import Local

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.dialects.mindie.generation import read_text, read_tokens
 from fastserve.dialects.text_common.bodies import read_json
 from fastserve.dialects.text_common.mindie import MindieRequest, make_rules, read_infer

@@ -20,7 +20,7 @@ import h2.settings
 import pytest
 
 from fastserve.engine.engine import scheduler_of
-from fastserve.engine.text import TextScheduler
+from fastserve.engine.text_queue import TextScheduler
 from fastserve.protos import load
 from fastserve.settings import Listener, TextgenOptions
 from tests.dialects.text_common.serving import Hosted

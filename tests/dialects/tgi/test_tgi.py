@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.codec.text import Info
+from fastserve.codec.generation import Info
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.likely import Likely
 from tests.dialects.text_common.rigs import HELLO, RIGS

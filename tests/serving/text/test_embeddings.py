@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastserve.codec.text import Extra, Finish, Info, Record, TextNote, write_text
+from fastserve.codec.generation import Extra, Finish, Info, Record, TextNote, write_text
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.text import Embedding, TextAsk, TextModels
 from fastserve.serving.text.stream import AT_A_TIME, EncodedPrompt

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastserve._ext.text_tokens import ByteText, Flow, Flowing, pass_on
-from fastserve.codec.text import Finish
+from fastserve.codec.generation import Finish
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, ReplyStream
 from fastserve.net.router import Route

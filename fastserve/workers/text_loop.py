@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from fastserve._ext.token_records import TokenSender, read_prompt
 from fastserve.backends.llm.protocols import TextEngine, TextRequest
 from fastserve.backends.model_errors import explain, kind_of
-from fastserve.codec.text import Extra, Finish, read_text, write_text
+from fastserve.codec.generation import Extra, Finish, read_text, write_text
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.workers.arena import Arena
 

@@ -20,7 +20,7 @@ from fastserve._ext.batch_ring import RECORDS
 from fastserve._ext.fast_path import Ticket
 from fastserve._ext.text_tokens import Flowing, pass_on
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
-from fastserve.codec.text import Extra, Finish, Heard, Record, TextNote, write_text
+from fastserve.codec.generation import Extra, Finish, Heard, Record, TextNote, write_text
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics, Specs
 from fastserve.engine.engine import Engine, Scheduler, TensorFace
 from fastserve.engine.input_checks import check_inputs

@@ -12,10 +12,10 @@ import pytest
 from fastserve._ext.batch_ring import RECORDS
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.backends.llm.protocols import Out, TextRequest
-from fastserve.codec.text import Finish, Info, Record, TextNote, read_extra, write_text
+from fastserve.codec.generation import Finish, Info, Record, TextNote, read_extra, write_text
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.arena import Arena, Geometry
-from fastserve.workers.text import BEAT_NS, TextLoop
+from fastserve.workers.text_loop import BEAT_NS, TextLoop
 
 
 class Engine:

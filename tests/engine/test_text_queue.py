@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fastserve.codec.text import Finish, read_extra
+from fastserve.codec.generation import Finish, read_extra
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.exposition import Metric
