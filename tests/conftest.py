@@ -15,14 +15,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
 from fastserve.util.logs import LogStream
-from tests import effort, warm
+from tests import effort, proc, warm
 from tests.alone import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.processes import pytest_addoption as pytest_addoption
 from tests.processes import pytest_collection_modifyitems as pytest_collection_modifyitems
@@ -35,8 +35,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 pending_tasks: list[str] = []
-# Opened once per process by whoever first needs them, and meant to stay.
-CACHED_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
 
 
 def note_pending(loop: asyncio.AbstractEventLoop) -> None:
@@ -70,15 +68,15 @@ class Descriptors:
     def __init__(self) -> None:
         self.numbers = open_numbers()
         if self.numbers != self._last[0]:
-            Descriptors._last = self.numbers, len(self.numbers) - len(targets(self.numbers))
+            Descriptors._last = self.numbers, len(self.numbers) - len(proc.targets(os.getpid(), self.numbers))
         self._cached = self._last[1]
 
     def gained(self) -> dict[str, str]:
         """Descriptors that are open now and were not, if there are more than before."""
         now = open_numbers()
-        if len(now) <= len(self.numbers):  # those of CACHED_FILES do not become less
+        if len(now) <= len(self.numbers):  # those of proc.CACHED_FILES do not become less
             return {}
-        uncached = targets(now)
+        uncached = proc.targets(os.getpid(), now)
         if len(uncached) <= len(self.numbers) - self._cached:
             return {}
         return {number: uncached[number] for number in uncached.keys() - self.numbers} or uncached
@@ -88,19 +86,6 @@ def open_numbers() -> frozenset[str]:
     """Of all open descriptors, but for the zygotes' and the listing's own, which is the next that is free."""
     os.close(own := os.open("/proc/self/fd", os.O_RDONLY))
     return frozenset(os.listdir("/proc/self/fd")) - {str(own)} - warm.ZYGOTES.descriptors()
-
-
-def targets(numbers: Iterable[str]) -> dict[str, str]:
-    """Where they lead, but for those of CACHED_FILES."""
-    found = {}
-    for number in numbers:
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")
-        except FileNotFoundError:  # closed meanwhile, by another thread
-            continue
-        if not target.startswith(CACHED_FILES):
-            found[number] = target
-    return found
 
 
 @dataclass

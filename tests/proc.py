@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -39,6 +40,24 @@ def children_of(pid: int) -> list[int]:
         return []
     found = (int(child) for task in tasks for child in read(pid, f"task/{task}/children").split())
     return sorted(child for child in found if name_of(child) != ZYGOTE)
+
+
+CACHED_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
+"""Opened once per process by whoever first needs them, and meant to stay: libuv opens /dev/null with the first
+connection of its loop."""
+
+
+def targets(pid: int, numbers: Iterable[str]) -> dict[str, str]:
+    """Where these descriptors of `pid` lead, but for those of CACHED_FILES."""
+    found = {}
+    for number in numbers:
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{number}")
+        except FileNotFoundError:  # closed meanwhile, by another thread
+            continue
+        if not target.startswith(CACHED_FILES):
+            found[number] = target
+    return found
 
 
 def stop(pid: int) -> None:

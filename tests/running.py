@@ -138,7 +138,8 @@ class Running:
     def holds(self) -> tuple[int, int, int]:
         """How many workers and descriptors it has, and how many errors it has logged."""
         errors = self.log.read_text().count(" ERROR ")
-        return len(self.workers), len(os.listdir(f"/proc/{self.pid}/fd")), errors
+        descriptors = proc.targets(self.pid, os.listdir(f"/proc/{self.pid}/fd"))
+        return len(self.workers), len(descriptors), errors
 
     def settles(self, holds: tuple[int, int, int], *, errors: bool = False) -> None:
         """Waits until it holds no more than it did, and fails when it never does; `errors` in its log may be

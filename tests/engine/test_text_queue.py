@@ -14,6 +14,7 @@ from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.exposition import Metric
 from fastserve.repository.version import Version
+from tests import proc
 from tests.text.serving import Heard, Served, run, serving, until
 
 SEED = "am a French photographer based in Paris.\nI have been shooting since I was 15"
@@ -254,7 +255,7 @@ def test_priority_orders_who_waits(tmp_path):
             ring = at.queue(version).ring
             await until(lambda: any(ring.describe(slot)[0] == "running" for slot in range(ring.slots)))
             (worker,) = at.pids(version)
-            os.kill(worker, signal.SIGSTOP)  # until all the others wait
+            proc.stop(worker)  # until all the others wait
             tasks += [asyncio.ensure_future(ask(1 + at, n)) for at, n in enumerate((5, 1, 3))]
             await until(lambda: ring.outstanding() == 4 - len(order))
             os.kill(worker, signal.SIGCONT)

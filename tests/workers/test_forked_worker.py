@@ -238,7 +238,7 @@ def test_a_stopped_fork_server_is_ended_when_it_owes_an_answer(
         async with fork_servers() as servers, Watched(write_model(tmp_path, PLAIN), forks=servers) as one:
             await one.group.start()
             before = only_server(servers).process.pid
-            os.kill(before, signal.SIGSTOP)
+            proc.stop(before)
             os.kill(one.group.pids[0], signal.SIGKILL)
             await one.until(lambda: len(one.waits) == 1)
             one.retry()

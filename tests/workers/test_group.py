@@ -13,6 +13,7 @@ import pytest
 from fastserve.errors import Kind, ServeError
 from fastserve.workers.group import Backoff
 from fastserve.workers.instance import WorkerState
+from tests import proc
 from tests.workers.rig import PLAIN, FakeArena, Watched, run, write_model
 
 
@@ -324,7 +325,7 @@ def test_a_stopped_process_is_ended_too(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with Watched(write_model(tmp_path, PLAIN)) as watched:
             await watched.group.start()
-            os.kill(watched.group.pids[0], signal.SIGSTOP)
+            proc.stop(watched.group.pids[0])
             await watched.group.stop(0.1)
 
     run(scenario())

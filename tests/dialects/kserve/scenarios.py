@@ -17,6 +17,7 @@ import grpc.aio
 
 from fastserve.engine.engine import scheduler_of
 from fastserve.protos import load
+from tests import proc
 from tests.server.rig import Served
 
 Told = tuple[str, str]
@@ -54,7 +55,7 @@ async def busy(channel: grpc.aio.Channel, served: Served) -> AsyncIterator[Any]:
     """`slow` with a request that runs, and stands still for as long as this lasts."""
     (hosted,) = (one for key, one in served.server.host.hosted.items() if key[0] == "slow")
     (worker,) = hosted.group.pids
-    os.kill(worker, signal.SIGSTOP)
+    proc.stop(worker)
     running = infer(channel, "slow", 1)
     try:
         await served.until(lambda: hosted.queue.ring.outstanding() == 1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from fastserve.workers import liveness
 from fastserve.workers.liveness import SilenceLimits
+from tests import proc
 from tests.dialects.kserve.grpc_rig import SERVICE, V2, GrpcServed, serving
 from tests.server.rig import run, write_model
 
@@ -45,7 +44,7 @@ def test_index_is_unavailable_while_the_only_worker_is_stopped(
             for _ in range(5):
                 await served.until(lambda: front.readiness.ready)
                 assert await index(served, ready=True) == ([READY], [READY])
-                os.kill(served.pids[0], signal.SIGSTOP)
+                proc.stop(served.pids[0])
                 await served.until(lambda: not front.readiness.ready)
                 status, _ = await (await served.client()).get("/v2/models/twice/ready")
                 over_http, over_grpc = await index(served)

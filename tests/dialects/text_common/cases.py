@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tests.dialects.text_common.serving import Asking, Hosted, Reply
-from tests.proc import read
+from tests.proc import stop
 from tests.running import until
 
 REPEATED = re.compile(r"<repeat:(.):(\d+)>")
@@ -57,8 +57,7 @@ def _play_in_order(at: Asking, step: dict[str, Any]) -> None:
     def begin(pool: ThreadPoolExecutor) -> Future[Reply]:
         first = pool.submit(at.post, "/infer", bodies[0])
         until(lambda: runs() or first.done(), "it runs")
-        os.kill(worker, signal.SIGSTOP)  # until all the others wait
-        until(lambda: read(worker, "stat").rpartition(")")[2].split()[0] == "T", "it is stopped")
+        stop(worker)  # until all the others wait
         return first
 
     with ThreadPoolExecutor(len(bodies)) as pool:

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -86,7 +85,7 @@ def test_fronts_and_workers_end_with_a_killed_owner_and_leave_its_ports(tmp_path
         children = first.workers
         assert len(children) == 2 + 2 + 1
         handles = [os.pidfd_open(pid) for pid in children]
-        os.kill(children[-1], signal.SIGSTOP)  # one that cannot hear anything
+        proc.stop(children[-1])  # one that cannot hear anything
         first.kill()
         all_end(handles)
         hung.join(SOON_S)

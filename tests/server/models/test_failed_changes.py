@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from pathlib import Path
 
 import grpc
@@ -16,6 +14,7 @@ from fastserve.cli.models import models
 from fastserve.protos import load
 from fastserve.settings import Listener
 from fastserve.workers import liveness
+from tests import proc
 from tests.server.processes.test_fronts import connect_to_each
 from tests.server.processes.test_silent import BRISK
 from tests.server.rig import SOURCE, Client, Served, run, serving, write_model
@@ -109,7 +108,7 @@ def test_a_model_without_a_worker_is_not_ready_by_its_own_calls(
             code = tmp_path / "twice" / "1" / "model.py"
             good = code.read_text()
             code.write_text(BROKEN)  # who is started again does not come up
-            os.kill(served.pids[0], signal.SIGSTOP)
+            proc.stop(served.pids[0])
             while (await client.get("/v2/models/twice/ready"))[0] == 200:
                 await asyncio.sleep(0.01)
             status, body = await client.get("/v2/models/twice/versions/1/ready")

@@ -14,6 +14,7 @@ import pytest
 from fastserve.protos import load
 from fastserve.server import Server
 from fastserve.settings import Listener, Settings
+from tests import proc
 from tests.server.rig import Client, Served, run, serving, write_model
 
 pb = load("kserve_v2")
@@ -123,7 +124,7 @@ def test_a_killed_fronts_new_connections_go_elsewhere_at_once(tmp_path: Path) ->
             assert counts(served) == [1, 1, 1]
             link = served.links[0]
             victim = link.pid
-            os.kill(victim, signal.SIGSTOP)  # what it is given from now on, it has never seen
+            proc.stop(victim)  # what it is given from now on, it has never seen
             clients = [await served.client() for _ in range(30)]
             asked = [asyncio.ensure_future(client.predict(2.0)) for client in clients]
             os.kill(victim, signal.SIGKILL)
@@ -147,7 +148,7 @@ def test_a_stopped_front_is_given_nothing_after_a_moment(tmp_path: Path) -> None
                 await ask(served)
             assert counts(served) == [2, 2, 2]
             (stopped, _) = served.links
-            os.kill(stopped.pid, signal.SIGSTOP)
+            proc.stop(stopped.pid)
             try:
                 for _ in range(6):
                     await ask(served)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fastserve.settings import TFServingOptions
+from tests import proc
 from tests.server.rig import HOLD, KILL, KILL_ONCE, Served, release, run, seen, serving, write_model
 
 DIED = "the worker process died while it ran this request"
@@ -60,7 +61,7 @@ def test_worker_killed_while_requests_are_queued(tmp_path, instances):
     async def work() -> None:
         async with serving(tmp_path) as served:
             for pid in served.pids:
-                os.kill(pid, signal.SIGSTOP)
+                proc.stop(pid)
             asking = [served.asking(float(n)) for n in range(1, 7)]
             await served.until(lambda: ring_of(served).outstanding() == 6)
             os.kill(served.pids[0], signal.SIGKILL)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import proc
 from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
 TRITON_SOURCE = """
@@ -145,7 +146,7 @@ def test_a_load_is_answered_when_every_front_has_its_outcome(tmp_path):
             client = (await connect_to_each(served, 2))[1]
             write_model(tmp_path, "m", (1, 2), version_policy="all", labels={"best": 2})
             (link,) = served.links
-            os.kill(link.pid, signal.SIGSTOP)
+            proc.stop(link.pid)
             loading = asyncio.ensure_future(served.server.loads.load("m", None))
             await served.until(lambda: link._waiting)
             assert not loading.done()
@@ -221,7 +222,7 @@ def test_a_front_that_dies_while_a_version_opens_does_not_fail_the_load(tmp_path
         async with serving(tmp_path, frontends=2) as served:
             (link,) = served.links
             victim = link.pid
-            os.kill(victim, signal.SIGSTOP)
+            proc.stop(victim)
             write_model(tmp_path, "second")
             loading = asyncio.ensure_future(served.server.repository.load("second"))
             await served.until(lambda: link._waiting)

@@ -16,6 +16,7 @@ import pytest
 
 from fastserve.workers import liveness
 from fastserve.workers.liveness import SilenceLimits
+from tests import proc
 from tests.server.processes.test_fronts import connect_to_each
 from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
@@ -198,7 +199,7 @@ def test_a_stopped_front_does_not_hold_the_others_for_ever(tmp_path, key, monkey
             clients = await connect_to_each(served, FRONTS)
             link = served.links[1]
             victim = link.pid
-            os.kill(victim, signal.SIGSTOP)
+            proc.stop(victim)
             asked = asyncio.ensure_future(register(clients[1], "mine", key))
             await served.until(lambda: link._waiting)
             assert not asked.done(), "one front does not know it yet"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +109,7 @@ def test_a_worker_that_is_stopped_in_its_batch_is_replaced_and_the_batch_runs_el
             ring = next(iter(served.server.host.hosted.values())).queue.ring
             (worker,) = {found[3] for found in map(ring.describe, range(ring.slots)) if found[0] == "running"}
             pid = served.pids[worker]
-            os.kill(pid, signal.SIGSTOP)
+            proc.stop(pid)
             await served.until(lambda: pid not in served.pids)
             release(tmp_path)
             assert await asking == (200, [HOLD * 2])
@@ -195,7 +193,7 @@ def test_an_idle_worker_of_tritons_form_that_is_stopped_is_replaced(tmp_path: Pa
             (hosted,) = at.host.hosted.values()
             version = at.version(config["name"])
             (pid,) = hosted.group.pids
-            os.kill(pid, signal.SIGSTOP)
+            proc.stop(pid)
             while not at.host.stuck(version):
                 await asyncio.sleep(0.005)
             assert "it is stopped by a signal" in at.host.stuck(version)
@@ -217,7 +215,7 @@ def test_a_text_worker_that_is_stopped_is_replaced(tmp_path: Path, streaming: bo
             if streaming:
                 test_text.send(client, 1, 100_000)
                 await test_text.tokens(client, 10)
-            os.kill(pid, signal.SIGSTOP)
+            proc.stop(pid)
             if streaming:
                 while "error" not in await test_text.event(client):
                     pass
@@ -233,7 +231,7 @@ def test_a_worker_of_the_library_that_is_stopped_is_replaced():
         async with Service(models.Sleepy) as service:
             assert await service.do_one(3) == 9
             (pid,) = service._group.pids
-            os.kill(pid, signal.SIGSTOP)
+            proc.stop(pid)
             assert await service.do_one(4) == 16
             assert pid not in service._group.pids
 
@@ -249,7 +247,7 @@ def test_a_front_that_is_stopped_is_replaced(tmp_path: Path, fronts: int):
             await connect_to_each(served, fronts)
             link = served.links[-1]
             pid, front = link.pid, served.server.front
-            os.kill(pid, signal.SIGSTOP)
+            proc.stop(pid)
             await served.until(lambda: not front.readiness.ready)
             assert f"front process {link.front}" in front.readiness.reason
             assert "it is stopped by a signal" in front.readiness.reason
@@ -265,7 +263,7 @@ def test_a_server_with_a_stopped_front_stops(tmp_path: Path):
 
     async def work() -> None:
         async with serving(tmp_path, frontends=2) as served:
-            os.kill(served.links[0].pid, signal.SIGSTOP)
+            proc.stop(served.links[0].pid)
             served.close()
             drain = served.server.drain
             served.server.drain = lambda grace_s: drain(120)  # type: ignore[method-assign]

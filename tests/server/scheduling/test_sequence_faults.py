@@ -24,6 +24,7 @@ from fastserve.protos import load
 from fastserve.repository.version import Version
 from fastserve.settings import Listener
 from fastserve.workers.group import WorkerGroup
+from tests import proc
 from tests.server.rig import Served, run, serving
 from tests.server.scheduling.test_sequences import CONFIG, SOURCE, say, write_seq
 
@@ -269,7 +270,7 @@ def test_what_a_dead_worker_had_not_taken_runs_on_no_other(tmp_path: Path, strat
             for id in (1, 2):
                 assert (await say(at, id, 5, sequence_start=True))[:2] == [5, 5]
             first = at.pids[0]
-            os.kill(first, signal.SIGSTOP)  # what is sent now it will not take
+            proc.stop(first)  # what is sent now it will not take
             ring = next(iter(at.server.host.hosted.values())).queue.ring
             late = [asyncio.ensure_future(say(at, id, 1)) for id in (1, 2, 1, 2)]
             late.append(asyncio.ensure_future(say(at, 3, 7, sequence_start=True, sequence_end=True)))
