@@ -43,8 +43,8 @@ def children_of(pid: int) -> list[int]:
 
 
 CACHED_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
-"""Opened once per process by whoever first needs them, and meant to stay: libuv opens /dev/null with the first
-connection of its loop."""
+"""Opened once per process by whoever first needs them, and meant to stay: libuv opens /dev/null with a loop's
+first connection."""
 
 
 def targets(pid: int, numbers: Iterable[str]) -> dict[str, str]:

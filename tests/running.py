@@ -49,6 +49,15 @@ def free_port() -> int:
             return port
 
 
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `fastserve ARGUMENTS` to its end, warm where it can be."""
+    zygote = warm.ZYGOTES.find(os.environ)
+    if zygote is not None:
+        return warm.run_to_end(zygote, CLI, arguments, START_S)
+    command = [sys.executable, "-m", CLI, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+
+
 class Running:
     """One server. `http` and `grpc` are HOST:PORT of its first listeners, on ports the system chooses unless
     others are asked for. `module` is what is run: the command, or a test's entry point that ends in it. The

@@ -35,6 +35,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -282,6 +283,32 @@ def start_server(
     return WarmProcess(pid, [module, *arguments], os.fdopen(read, "rb"))
 
 
+def run_to_end(
+    zygote: Zygote, module: str, arguments: Sequence[str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module arguments` to its end, and return what it wrote. After `timeout_s` it is killed,
+    and subprocess.TimeoutExpired raised."""
+    with (
+        open(os.devnull, "rb") as null,
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        order = {
+            "module": module, "arguments": arguments, "environment": dict(os.environ), "session": False,
+            "command": True,
+        }  # fmt: skip
+        started = [null.fileno(), output.fileno(), errors.fileno()]
+        process = WarmProcess(zygote.start(order, started), [module, *arguments])
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+            process.wait()
+        for written in (output, errors):
+            written.seek(0)
+        return subprocess.CompletedProcess(process.args, status, output.read(), errors.read())
+
+
 # ---------------------------------------------------------------- the zygote's side
 
 
@@ -333,7 +360,7 @@ def become(order: Mapping[str, Any], fds: list[int]) -> NoReturn:
         else:
             if not order["session"]:
                 begin_server()
-            if order["module"] in PLAIN:
+            if order["module"] in PLAIN and not order.get("command"):
                 for name in WORKERS_OWN:
                     sys.modules.pop(name, None)
             sys.modules.pop(order["module"], None)

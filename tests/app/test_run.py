@@ -20,6 +20,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from tests.app.apps import RunningApp, write_app
+from tests.running import run_command
 
 APP = """
     import asyncio
@@ -449,7 +450,6 @@ def test_the_script_itself_serves_with_several_fronts(tmp_path: Path) -> None:
 def test_a_script_that_cannot_be_served_says_so(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "app.py"
     file.write_text(f"import fastserve\n{text}\n")
-    command = [sys.executable, "-m", "fastserve", "run", str(file), "--http", "127.0.0.1:0", "--grpc", "off"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_command("run", str(file), "--http", "127.0.0.1:0", "--grpc", "off")
     assert done.returncode == 1
     assert said in done.stderr

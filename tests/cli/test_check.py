@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from fastserve.cli import main
 from fastserve.settings import Settings, list_fields
+from tests.running import run_command
 
 STARTS_PROCESSES = True  # models are loaded to be checked
 uvloop.run(asyncio.sleep(0))  # libuv opens its pipe with the process's first loop, for good
@@ -120,18 +119,14 @@ def problems(text: str) -> dict[str, str]:
 def test_check_finds_what_the_load_finds(tmp_path: Path) -> None:
     models = {**FAULTS, **BOTH, "good": (CONFIG, GOOD, "")}
     folder = write(tmp_path / "models", models)
-    command = [sys.executable, "-m", "fastserve.cli"]
-    checked = subprocess.run([*command, "check", folder], capture_output=True, text=True, timeout=120)
+    checked = run_command("check", folder)
     assert checked.returncode == 1
     found = problems(checked.stdout)
     assert sorted(found) == sorted({**FAULTS, **BOTH})
     assert all(models[name][2] in told for name, told in found.items()), found
     assert "1 model(s) were loaded, 9 with problems" in checked.stdout
     assert checked.stderr.count("ValueError: no weights") >= 1, "the traceback is shown"
-    listeners = ["--http", "127.0.0.1:0", "--grpc", "off"]
-    served = subprocess.run(
-        [*command, "serve", folder, *listeners], capture_output=True, text=True, timeout=120
-    )
+    served = run_command("serve", folder, "--http", "127.0.0.1:0", "--grpc", "off")
     assert served.returncode == 1
     for name, told in found.items():
         assert f"{name}: {told}" in served.stderr, "the same words"

@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from tests.running import free_port
+from tests.running import free_port, run_command
 
 RIG = Path("tests/text/rigs/llm-limits/m1").absolute()
 
@@ -51,8 +51,7 @@ def test_its_models_on_its_ports(tmp_path: Path) -> None:
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    command = [sys.executable, "-m", "fastserve.cli", "mindie", str(tmp_path / "config.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_command("mindie", str(tmp_path / "config.json"))
     assert done.returncode == 1
     assert (
         done.stderr

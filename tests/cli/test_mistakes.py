@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from fastserve.cli import main
-from tests.running import Running
+from tests.running import Running, run_command
 
 CONFIG = """
 backend: python
@@ -37,8 +37,7 @@ def write_model(root: Path, config: str = CONFIG, code: str = MODEL) -> Path:
 
 def refused(*arguments: str) -> str:
     """Return the last line of a start that must not succeed."""
-    asked = [*COMMAND, "serve", *arguments]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    done = run_command("serve", *arguments)
     assert done.returncode != 0
     return done.stderr.splitlines()[-1]
 
@@ -114,9 +113,7 @@ def test_flags_of_other_servers() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_flag_nobody_knows_ends_the_start(command: str) -> None:
     """Of every command, those that take another server's flags among them: none is dropped in silence."""
-    done = subprocess.run(
-        [*COMMAND, command, "--no_such_flag=1"], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_command(command, "--no_such_flag=1")
     assert done.returncode not in (0, -9)
     assert "no_such_flag" in done.stdout + done.stderr
 

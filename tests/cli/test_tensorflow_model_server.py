@@ -20,7 +20,7 @@ import pytest
 
 from fastserve.dialects.tfserving.service import NO_DIMENSIONS, OTHER_ROWS
 from fastserve.protos import load
-from tests.running import START_S, free_port, until
+from tests.running import START_S, free_port, run_command, until
 
 COMMAND = [sys.executable, "-m", "fastserve.cli", "tensorflow-model-server"]
 CONFIG = """
@@ -55,7 +55,7 @@ def write_version(base: Path, code: str = MODEL) -> None:
 
 def start(*flags: str) -> tuple[int, str, str]:
     """A start that ends by itself: exit status, standard output, standard error."""
-    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=START_S)
+    done = run_command("tensorflow-model-server", *flags)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -9,7 +9,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from tests.running import START_S, free_port
+from tests.running import START_S, free_port, run_command
 from tests.server.rig import write_model
 
 COMMAND = [sys.executable, "-m", "fastserve.cli", "tritonserver"]
@@ -17,7 +17,7 @@ COMMAND = [sys.executable, "-m", "fastserve.cli", "tritonserver"]
 
 def start(*flags: str) -> tuple[int, str, str]:
     """A start that ends by itself: exit status, standard output, standard error."""
-    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=START_S)
+    done = run_command("tritonserver", *flags)
     return done.returncode, done.stdout, done.stderr
 
 

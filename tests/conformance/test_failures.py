@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from fastserve.errors import Kind
-from tests.conformance.models import OWN, OWN_TEXT, WRONG, WRONG_TEXT
+from tests.conformance.models import FORMS, OWN, OWN_TEXT, PATHS, WRONG, WRONG_TEXT
 from tests.conformance.rig import Rig, is_right
 from tests.conformance.steps import FAULTS, INSIDE, LIMIT, OUTSIDE, STEPS, failing
 from tests.conformance.ways import REGION, Answer, Way
 from tests.faults.rig import INSIDES
+
+STEP_NAMES = list(STEPS)
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +44,15 @@ def is_told(answer: Answer, way: Way, step: str, fault: str) -> bool:
     return internal and hidden and not INSIDES.search(answer.text)
 
 
-def test_a_step_that_fails(rig: Rig, way: Way, form: str, path: str) -> None:
-    model = f"{form}-{path}"
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.torture)])
+def test_a_step_that_fails(rig: Rig, way: Way, form: str, path: str, every: bool) -> None:
+    """With every fault, or with one at each step: the next one with the next form and path."""
+    model, faults = f"{form}-{path}", list(FAULTS)
+    turn = FORMS.index(form) + 2 * PATHS.index(path)
 
     async def work(step: str) -> None:
         await rig.learn(way, model)
-        for fault in FAULTS:
+        for fault in faults if every else [faults[(turn + STEP_NAMES.index(step)) % len(faults)]]:
             rows = [rig.fresh()]
             sent = way.build(model, rows)
             with failing(step, fault) as armed:

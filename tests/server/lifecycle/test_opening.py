@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fastserve.protos import load
-from tests.running import free_port, until
+from tests.running import free_port, run_command, until
 from tests.server.rig import write_model
 
 SLOW = """
@@ -227,24 +227,22 @@ def test_an_address_in_use_is_named_before_any_model_loads(tmp_path, transport, 
             "http": ("--http", place, "--grpc", "off"),
             "grpc": ("--grpc", place, "--http", "127.0.0.1:0"),
         }
-        words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--frontends", fronts]
-        done = subprocess.run([*words, *options[transport]], capture_output=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (1, b"")
-    port, said = place.rpartition(":")[2], done.stderr.decode().splitlines()[-1]
+        done = run_command("serve", str(tmp_path), "--frontends", fronts, *options[transport])
+    assert (done.returncode, done.stdout) == (1, "")
+    port, said = place.rpartition(":")[2], done.stderr.splitlines()[-1]
     assert said == (
         f"fastserve: cannot listen on {place}: Address already in use; stop what listens there (`ss -ltnp "
         f"sport = :{port}` names it), or choose another: --{transport} HOST:PORT"
     )
-    assert b"Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "loading").exists()
 
 
 @pytest.mark.parametrize("place", ["192.0.2.1:0", "no-such-host.invalid:0"])
 def test_an_address_that_cannot_be_had(tmp_path, place):
     write_model(tmp_path)
-    words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--http", place, "--grpc", "off"]
-    done = subprocess.run(words, capture_output=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (1, b"")
-    said = done.stderr.decode().splitlines()[-1]
+    done = run_command("serve", str(tmp_path), "--http", place, "--grpc", "off")
+    assert (done.returncode, done.stdout) == (1, "")
+    said = done.stderr.splitlines()[-1]
     assert said.startswith(f"fastserve: cannot listen on {place}: ")
     assert "--http HOST:PORT, where HOST is 127.0.0.1" in said

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import run_command
 from tests.server.rig import HOLD, Client, release, run, seen, write_model
 
 
@@ -141,11 +142,10 @@ def test_a_port_that_is_taken(tmp_path, fronts):
     write_model(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        words = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path), "--grpc", "off"]
-        words += ["--http", f"127.0.0.1:{port}", "--frontends", fronts]
-        done = subprocess.run(words, capture_output=True, timeout=120, check=False)
+        place = ("--http", f"127.0.0.1:{port}", "--grpc", "off")
+        done = run_command("serve", str(tmp_path), *place, "--frontends", fronts)
     assert done.returncode == 1
-    assert done.stderr.decode().splitlines()[-1].startswith("fastserve: ")
+    assert done.stderr.splitlines()[-1].startswith("fastserve: ")
 
 
 @pytest.mark.parametrize("fronts", ["1", "4"])

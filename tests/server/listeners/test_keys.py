@@ -7,8 +7,6 @@ import http.client
 import json
 import re
 import ssl
-import subprocess
-import sys
 import threading
 from collections import Counter
 from contextlib import closing
@@ -20,7 +18,7 @@ import pytest
 from fastserve.dialects.admin.key_page import SCRIPT, STYLE
 from fastserve.settings.key_file import KeyEntry, changing, make_key
 from tests.certificates import authority, issue, root_file, trusting
-from tests.running import QUICK_DEMO, Running, until
+from tests.running import QUICK_DEMO, Running, run_command, until
 
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = json.dumps({"instances": [1.0, 2.0, 5.0]}).encode()
@@ -114,8 +112,7 @@ def test_a_broken_file_is_on_the_metrics_page(tmp_path: Path) -> None:
 
 def test_a_server_does_not_start_without_the_file(tmp_path: Path) -> None:
     flags = ["--http", "127.0.0.1:0", "--grpc", "off", "--keys", str(tmp_path / "none.yaml")]
-    command = [sys.executable, "-m", "fastserve.cli", "serve", "demo", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = run_command("serve", "demo", *flags)
     assert ended.returncode == 1
     assert "none.yaml: cannot be read: No such file or directory" in ended.stderr
 

@@ -25,7 +25,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from tests.certificates import authority, issue, root_file, trusting
-from tests.running import QUICK_DEMO, Running, free_port, until
+from tests.running import QUICK_DEMO, Running, free_port, run_command, until
 
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = json.dumps({"instances": [1.0, 2.0, 5.0]}).encode()
@@ -255,23 +255,18 @@ def test_a_server_does_not_start_with_a_pair_that_does_not_fit(tmp_path: Path) -
 # ---- the commands that ask, and TensorFlow Serving's flags
 
 
-def ask(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fastserve.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def test_commands(server: Running, tmp_path: Path) -> None:
     at = ["--url", f"https://{server.http}"]
     trusted = [*at, "--cacert", str(root_file(tmp_path))]
     for trust in (trusted, [*at, "--insecure"]):
-        assert ask("infer", "half_plus_two", "[1.0, 2.0]", *trust).stdout.split() == ["2.5", "3.0"]
-    assert "AVAILABLE" in ask("models", *trusted).stdout
-    stranger = ask("models", *at)
+        assert run_command("infer", "half_plus_two", "[1.0, 2.0]", *trust).stdout.split() == ["2.5", "3.0"]
+    assert "AVAILABLE" in run_command("models", *trusted).stdout
+    stranger = run_command("models", *at)
     assert stranger.returncode == 1
     assert "certificate verify failed" in stranger.stderr
     load = ["-d", "0.3", "--warm-up", "0", "-c", "4", "--json", "--grpc", f"https://{server.grpc}"]
     for protocol in ("tfserving", "v2-binary", "v2-grpc"):
-        done = ask("bench", "half_plus_two", "--protocol", protocol, *load, *trusted)
+        done = run_command("bench", "half_plus_two", "--protocol", protocol, *load, *trusted)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["requests"] > 0
 
@@ -281,8 +276,8 @@ def test_a_client_without_a_certificate_hears_why(tmp_path: Path) -> None:
     root = ["--cacert", str(root_file(tmp_path))]
     with serving(tmp_path, "one port", "--tls-client-ca", str(root_file(tmp_path, "clients"))) as server:
         at = ["--url", f"https://{server.http}", *root]
-        assert "certificate required" in ask("models", *at).stderr
-        assert ask("models", *at, "--cert", alice.cert, "--key", alice.key).returncode == 0
+        assert "certificate required" in run_command("models", *at).stderr
+        assert run_command("models", *at, "--cert", alice.cert, "--key", alice.key).returncode == 0
 
 
 def test_tensorflow_servings_ssl_config(tmp_path: Path) -> None:
@@ -331,6 +326,6 @@ def test_tensorflow_servings_ssl_config(tmp_path: Path) -> None:
 def test_an_ssl_config_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "ssl.cfg").write_text(text)
     flags = [f"--ssl_config_file={tmp_path}/ssl.cfg", f"--model_base_path={tmp_path}"]
-    done = ask("tensorflow-model-server", *flags)
+    done = run_command("tensorflow-model-server", *flags)
     assert done.returncode == 1
     assert said in done.stdout
