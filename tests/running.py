@@ -49,6 +49,20 @@ def free_port() -> int:
             return port
 
 
+Started = subprocess.Popen[bytes] | warm.WarmProcess
+
+
+def start(command: list[str], stderr: int, *, torch: bool = False) -> Started:
+    """Start a server, warm where it can be; its standard output is a pipe."""
+    interpreter, option, *rest = command
+    zygote = None
+    if (interpreter, option) == (sys.executable, "-m"):
+        zygote = warm.ZYGOTES.find(os.environ, torch=torch)
+    if zygote is not None:
+        return warm.start_server(zygote, rest[0], rest[1:], os.environ, stderr)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
+
+
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `fastserve ARGUMENTS` to its end, warm where it can be."""
     zygote = warm.ZYGOTES.find(os.environ)
@@ -96,14 +110,8 @@ class Running:
         self.http, self.grpc = places["http"], places["grpc"]
         return self
 
-    def _start(self, command: list[str], stderr: int) -> subprocess.Popen[bytes] | warm.WarmProcess:
-        interpreter, option, *rest = command
-        zygote = None
-        if (interpreter, option) == (sys.executable, "-m"):
-            zygote = warm.ZYGOTES.find(os.environ, torch=self._torch)
-        if zygote is not None:
-            return warm.start_server(zygote, rest[0], rest[1:], os.environ, stderr)
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
+    def _start(self, command: list[str], stderr: int) -> Started:
+        return start(command, stderr, torch=self._torch)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None

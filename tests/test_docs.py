@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import json
 import re
 import subprocess
@@ -105,6 +106,7 @@ def test_the_layers_of_the_architecture_are_those_that_are_linted() -> None:
     assert [sorted(re.findall(r"\w+", layer)) for layer in shown[1].split(">")] == layers
 
 
+@functools.cache
 def defined_names() -> set[str]:
     """Names of Python, of classes in the package and the examples, and what they import or assign."""
     # A reader's own class, RPCs, and torch's error.

@@ -128,6 +128,7 @@ def sources(folder: str) -> Iterator[str]:
             yield name
 
 
+@pytest.mark.torture
 def test_a_source_distribution_builds_a_wheel(tmp_path: Path) -> None:
     """From what is in it alone; one compiled module stands for all."""
     where = ["egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path)]

@@ -27,6 +27,7 @@ from tests.ext.test_response_cache import CAPACITY, Both, ignore
 from tests.ext.test_torn_verbs import PAGE, died
 
 HEAD = b"h" * 8
+KILLS = 4
 
 
 def make_memory(capacity: int) -> mmap.mmap:
@@ -114,6 +115,7 @@ def test_processes_that_are_killed_while_they_use_it(seed: int) -> None:
     """Every hit of every process is its request's answer, whoever died where."""
     capacity = 64 * ENTRY_BYTES + 40_000
     memory, random_ = make_memory(capacity), random.Random(seed)
+    enough = mmap.mmap(-1, 1)  # were killed: a slow machine takes long to fork
 
     def hammer() -> None:
         cache, counts, own = SharedResponseCache(memory, capacity), Counts(ignore), random.Random(os.getpid())
@@ -122,8 +124,10 @@ def test_processes_that_are_killed_while_they_use_it(seed: int) -> None:
 
     def check() -> None:
         cache, counts, own = SharedResponseCache(memory, capacity), Counts(ignore), random.Random(1)
-        hits = sum(use(cache, counts, own.randrange(80)) for _ in range(40_000))
-        assert hits > 1000
+        hits = uses = 0
+        while uses < 20_000 or not enough[0]:
+            hits, uses = hits + use(cache, counts, own.randrange(80)), uses + 1
+        assert hits > 500
         assert cache.used <= capacity
 
     checking, pipe = child_of(check)
@@ -136,6 +140,8 @@ def test_processes_that_are_killed_while_they_use_it(seed: int) -> None:
         os.waitpid(pid, 0)
         os.close(end)
         victims[at], kills = child_of(hammer), kills + 1
+        enough[0] = kills >= KILLS
+    enough.close()
     try:
         assert os.read(pipe, 1) == b"k", "a hit that was not its request's answer"
     finally:
@@ -145,7 +151,7 @@ def test_processes_that_are_killed_while_they_use_it(seed: int) -> None:
             os.close(end)
     cache = SharedResponseCache(memory, capacity)
     assert cache.audit() == 0
-    assert kills > 3
+    assert kills >= KILLS
     cache.forget(HEAD)
     assert (len(cache), cache.used) == (0, 0)
 

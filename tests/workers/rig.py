@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 import textwrap
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -15,8 +14,9 @@ import uvloop
 from fastserve.tensor import TensorSpec
 from fastserve.workers.forked_worker import ForkServers
 from fastserve.workers.group import WorkerGroup
+from fastserve.workers.process import ENTRY
 
-FAKE_ENTRY = (sys.executable, "-m", "tests.workers.fake_worker")
+FAKE_ENTRY = (*ENTRY[:-1], "tests.workers.fake_worker")
 CONFIG: dict[str, Any] = {
     "backend": "python",
     "inputs": {"x": {"dtype": "float32", "shape": [2]}},

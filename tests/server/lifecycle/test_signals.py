@@ -5,32 +5,33 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.running import run_command
+from tests.running import CLI, FREE, Started, run_command, start
 from tests.server.rig import HOLD, Client, release, run, seen, write_model
 
 
 @contextmanager
-def command(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    words = [sys.executable, "-m", "fastserve.cli", "serve", str(folder), "--grpc", "off", *flags]
-    server = subprocess.Popen(
-        [*words, "--http", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+def command(folder: Path, *flags: str) -> Iterator[Started]:
+    words = [sys.executable, "-m", CLI, "serve", str(folder), "--drain-delay-s", "0", *flags]
+    with tempfile.TemporaryFile() as log:
+        server = start([*words, "--http", FREE, "--grpc", "off"], log.fileno())
+    assert server.stdout is not None
     try:
         yield server
     finally:
         server.kill()
-        server.communicate(timeout=120)
+        server.wait(120)
+        server.stdout.close()
 
 
-def port_of(server: subprocess.Popen[bytes]) -> int:
+def port_of(server: Started) -> int:
     assert server.stdout is not None
     line = server.stdout.readline().decode()
     assert "ready" in line, line
@@ -74,7 +75,7 @@ def test_sigterm_under_load_loses_no_reply_and_exits_0(tmp_path, fronts):
             for number, client in enumerate(clients):
                 assert await client.reply() == (200, [2 * HOLD, 2.0 * number])
                 client.close()
-            assert await asyncio.to_thread(server.wait, 20) == 0
+            assert await asyncio.to_thread(server.wait, 60) == 0
 
     run(work())
 
@@ -91,7 +92,7 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path):
             server.send_signal(signal.SIGTERM)
             await refused(port)
             server.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(server.wait, 20) == 130  # drain_s is 30
+            assert await asyncio.to_thread(server.wait, 60) == 130  # drain_s is 30
             client.close()
 
     run(work())
@@ -106,7 +107,7 @@ def test_a_request_that_never_ends_does_not_hold_the_stop_for_longer_than_drain_
             client.send(HOLD)
             await started(tmp_path)
             server.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(server.wait, 15) == 0
+            assert await asyncio.to_thread(server.wait, 28) == 0
             client.close()
 
     run(work())
@@ -114,7 +115,7 @@ def test_a_request_that_never_ends_does_not_hold_the_stop_for_longer_than_drain_
 
 def test_sigterm_while_models_load(tmp_path):
     (write_model(tmp_path) / "1" / "model.py").write_text(
-        "import pathlib, time\npathlib.Path(__file__).with_name('loading').touch()\ntime.sleep(20)\n"
+        "import pathlib, time\npathlib.Path(__file__).with_name('loading').touch()\ntime.sleep(600)\n"
     )
 
     async def work() -> None:
@@ -122,19 +123,18 @@ def test_sigterm_while_models_load(tmp_path):
             while not (tmp_path / "twice" / "1" / "loading").exists():
                 await asyncio.sleep(0.002)
             server.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(server.wait, 10) == 0
+            assert await asyncio.to_thread(server.wait, 60) == 0
 
     run(work())
 
 
 def test_what_keeps_it_from_starting_is_said_without_a_traceback(tmp_path):
     (write_model(tmp_path) / "1" / "model.py").write_text("raise ValueError('no luck')")
-    with command(tmp_path, "--log-level", "error") as server:
-        out, err = server.communicate(timeout=120)
-        assert server.returncode == 1
-        assert out == b""
-        assert b"twice: version 1: " in err
-        assert b"no luck" in err.splitlines()[-1]
+    options = ("--http", "127.0.0.1:0", "--grpc", "off", "--log-level", "error")
+    done = run_command("serve", str(tmp_path), *options)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "twice: version 1: " in done.stderr
+    assert "no luck" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("fronts", ["1", "2"])
@@ -161,7 +161,7 @@ def test_a_client_that_may_ends_it(tmp_path, fronts, mode):
             client.send(HOLD)
             await started(tmp_path)
             assert await other.get("/stopService" + mode) == (200, b"")
-            assert await asyncio.to_thread(server.wait, 30) == 0
+            assert await asyncio.to_thread(server.wait, 55) == 0
             client.close()
 
     run(work())

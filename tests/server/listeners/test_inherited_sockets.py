@@ -193,7 +193,8 @@ def test_two_ports_and_a_socket_file(tmp_path: Path) -> None:
         assert path.exists()  # whoever made it removes it
 
 
-def test_one_server_takes_over_from_another_without_a_failed_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.torture)])
+def test_one_server_takes_over_from_another_without_a_failed_request(tmp_path: Path, times: int) -> None:
     """Two servers accept from one socket while they change: nobody is refused, reset or answered wrongly."""
     write_model(tmp_path / "models")
     stop, failed, answered = threading.Event(), list[BaseException](), [0] * 6
@@ -228,7 +229,7 @@ def test_one_server_takes_over_from_another_without_a_failed_request(tmp_path: P
         for thread in clients:
             thread.start()
         try:
-            for turn in range(1, 3):
+            for turn in range(1, times + 1):
                 go_on()
                 new = stack.enter_context(
                     Activated(tmp_path / "models", one, log=tmp_path / str(turn), options=options)

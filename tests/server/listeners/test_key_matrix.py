@@ -137,9 +137,28 @@ async def ask(client: httpx.AsyncClient, verb: str, url: str, headers: dict[str,
         await reply.aclose()
 
 
-@pytest.mark.parametrize("http2", [False, True], ids=["http1", "http2"])
-@pytest.mark.parametrize("health_asks", [False, True], ids=["open health", "keyed health"])
-def test_http(tmp_path: Path, http2: bool, health_asks: bool) -> None:
+def sorts_of(keys: Keys, scope: Scope | None, turn: int, *, every: bool) -> list[str]:
+    """Every sort of key; or none, the right one, and of other scopes' and bad ones the next in turn."""
+    sorts = ["none", *keys.of]
+    if every:
+        return sorts
+    bad, others = BAD[1:], [one.value for one in Scope if one is not scope]
+    mine = [] if scope is None else [scope.value]
+    return ["none", *mine, others[turn % len(others)], bad[turn % len(bad)]]
+
+
+@pytest.mark.parametrize(
+    ("http2", "health_asks", "every"),
+    [
+        pytest.param(False, False, True, id="http1"),
+        pytest.param(True, False, False, id="http2"),
+        pytest.param(False, True, False, id="http1, keyed health"),
+        pytest.param(True, False, True, id="http2, every key", marks=pytest.mark.torture),
+        pytest.param(False, True, True, id="http1, keyed health, every key", marks=pytest.mark.torture),
+        pytest.param(True, True, True, id="http2, keyed health, every key", marks=pytest.mark.torture),
+    ],
+)
+def test_http(tmp_path: Path, http2: bool, health_asks: bool, every: bool) -> None:
     write_model(tmp_path)
     keys = Keys(tmp_path)
 
@@ -150,10 +169,10 @@ def test_http(tmp_path: Path, http2: bool, health_asks: bool) -> None:
             serving(tmp_path, keys, keys_health=health_asks) as server,
             httpx.AsyncClient(http1=not http2, http2=http2, timeout=60) as client,
         ):
-            for at, verb, target, scope in list(routes(server)):
+            for turn, (at, verb, target, scope) in enumerate(routes(server)):
                 tried.add(scope)
                 host = "{}:{}".format(*server.front.http[at].address)
-                for sort in ("none", *keys.of):
+                for sort in sorts_of(keys, scope, turn, every=every or scope is Scope.HEALTH):
                     want = expected(scope, sort, health_asks=health_asks)
                     got = await ask(client, verb, f"http://{host}{target}", keys.headers(sort))
                     if got != want:

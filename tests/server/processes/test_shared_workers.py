@@ -118,19 +118,24 @@ def test_who_shares_with_whom(served):
     assert proc.name_of(shared) == "fs:all#0"
 
 
-@pytest.mark.parametrize("clients", [4, 64])
-def test_one_is_reloaded_under_load_and_the_other_does_not_hear_of_it(served, folder, clients):
+SIZES = pytest.mark.parametrize(
+    ("clients", "asked"), [(4, 200), (64, 400), pytest.param(64, 1200, marks=pytest.mark.torture)]
+)
+
+
+@SIZES
+def test_one_is_reloaded_under_load_and_the_other_does_not_hear_of_it(served, folder, clients, asked):
     before = pid_of(served, "two")
     with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(ask_all, served, "two", 2, 1200, clients // 2)
-        reloaded = pool.submit(ask_all, served, "three", 3, 1200, clients // 2)
+        other = pool.submit(ask_all, served, "two", 2, asked, clients // 2)
+        reloaded = pool.submit(ask_all, served, "three", 3, asked, clients // 2)
         loads = 0
         while loads < 2 or not (other.done() and reloaded.done()):
             write(folder / "models", "three", 3)
             status, text = manage(served, "load", "three")
             assert (status, text) == (200, "")
             loads += 1
-        assert other.result() == reloaded.result() == {200: 1200}
+        assert other.result() == reloaded.result() == {200: asked}
     assert pid_of(served, "two") == pid_of(served, "three") == before
 
 
@@ -143,20 +148,20 @@ def test_a_new_version_of_a_model_reads_the_files_beside_it_anew(served, folder)
     assert ask_all(served, "three", 3, 8, 4) == {200: 8}
 
 
-@pytest.mark.parametrize("clients", [4, 64])
-def test_a_killed_worker_takes_all_and_all_come_back(served, clients):
+@SIZES
+def test_a_killed_worker_takes_all_and_all_come_back(served, clients, asked):
     before = pid_of(served, "two")
     with ThreadPoolExecutor(3) as pool:
-        asked = [
-            pool.submit(ask_all, served, name, factor, 600, max(clients // 3, 1))
+        answers = [
+            pool.submit(ask_all, served, name, factor, asked, max(clients // 3, 1))
             for name, factor in (("two", 2), ("three", 3), ("pair", 5))
         ]
         until(lambda: len(served.log.read_text()) and ask_all(served, "two", 2, 4, 2) == {200: 4}, "a load")
         os.kill(before, signal.SIGKILL)
-        found = [one.result(120) for one in asked]
+        found = [one.result(120) for one in answers]
     for statuses in found:
         assert set(statuses) <= {200, 503}
-        assert statuses[200] >= 500
+        assert statuses[200] >= asked - 100
     assert set(found[2]) == {200}  # its other worker is in another process, and runs what the first could not
     until(lambda: ask_all(served, "three", 3, 2, 1) == {200: 2}, "well again", 30)
     until(lambda: ask_all(served, "two", 2, 2, 1) == {200: 2}, "well again", 30)

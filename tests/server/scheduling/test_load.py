@@ -23,10 +23,16 @@ from tests.running import Running, until
 from tests.server.scheduling.load_clients import LIMIT_S, GrpcCaller, HttpCaller, Report, load
 from tests.server.scheduling.load_models import MODELS, Loaded, write_repository
 
-# Clients, seconds, way in. A case takes about a second.
 # Clients, seconds: a lost wake-up is for good, so a load ends or hangs. The long ones are in `make torture`.
-SHORT = [(4, 0.1, HttpCaller), (5, 0.1, HttpCaller), (16, 0.05, HttpCaller), (64, 0.05, HttpCaller)]
-GRPC = [(4, 0.1, GrpcCaller), (16, 0.05, GrpcCaller)]
+Loads = list[tuple[int, float, type[HttpCaller] | type[GrpcCaller]]]
+SHORT: Loads = [(4, 0.05, HttpCaller), (5, 0.05, HttpCaller), (16, 0.03, HttpCaller), (64, 0.03, HttpCaller)]
+GRPC: Loads = [(4, 0.05, GrpcCaller), (16, 0.03, GrpcCaller)]
+# Behind three fronts: each has few of five.
+FRONTS = pytest.mark.parametrize(
+    "loads",
+    [([SHORT[1], SHORT[3]], GRPC[:1]), pytest.param((SHORT, GRPC), marks=pytest.mark.torture)],
+    ids=["few and many", "all"],
+)
 BOTH_WAYS = ("direct_2", "levels_2", "plain_1", "ragged_2")
 LONG_S, KILL_S = 2.0, 0.5
 SEVERAL_FRONTS = ("--frontends", "3")
@@ -78,8 +84,8 @@ def check(report: Report, model: Loaded, limit_s: float = LIMIT_S) -> None:
     assert report.slowest_s < limit_s, f"{model.name}: a call took {report.slowest_s:.1f} s"
 
 
-def load_all(served: Running, model: Loaded) -> None:
-    loads = GRPC if model.streams else SHORT + GRPC if model.name in BOTH_WAYS else SHORT
+def load_all(served: Running, model: Loaded, http: Loads = SHORT, rpc: Loads = GRPC) -> None:
+    loads = rpc if model.streams else http + rpc if model.name in BOTH_WAYS else http
     for clients, seconds, caller in loads:
         report = asyncio.run(load(served, model, clients, seconds, caller.open))
         assert not report.lost
@@ -91,14 +97,20 @@ def test_models_that_see_requests(triton: Running, model: Loaded) -> None:
     load_all(triton, model)
 
 
+@FRONTS
 @pytest.mark.parametrize("model", MODELS["triton"], ids=str)
-def test_models_that_see_requests_behind_three_fronts(triton_fronts: Running, model: Loaded) -> None:
-    load_all(triton_fronts, model)
+def test_models_that_see_requests_behind_three_fronts(
+    triton_fronts: Running, model: Loaded, loads: tuple[Loads, Loads]
+) -> None:
+    load_all(triton_fronts, model, *loads)
 
 
+@FRONTS
 @pytest.mark.parametrize("model", MODELS["onnx"], ids=str)
-def test_models_that_see_arrays_behind_three_fronts(onnx_fronts: Running, model: Loaded) -> None:
-    load_all(onnx_fronts, model)
+def test_models_that_see_arrays_behind_three_fronts(
+    onnx_fronts: Running, model: Loaded, loads: tuple[Loads, Loads]
+) -> None:
+    load_all(onnx_fronts, model, *loads)
 
 
 @pytest.mark.parametrize("model", MODELS["onnx"], ids=str)
