@@ -359,11 +359,11 @@ def test_async_functions_run_beside_one_another(app: RunningApp) -> None:
     with requests.Session() as session:
         reply = session.post(f"http://{app.http}/wait", json={"ms": 1})
         assert (reply.status_code, reply.json()) == (200, {"waited": 1.0})
-    threads = [threading.Thread(target=app.ask, args=("/wait", {"ms": 400})) for _ in range(20)]
+    threads = [threading.Thread(target=app.ask, args=("/wait", {"ms": 1500})) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(6)  # one after the other they take eight seconds
+        thread.join(20)  # one after the other they take thirty seconds
     assert not any(thread.is_alive() for thread in threads)
 
 

@@ -89,7 +89,7 @@ def test_free_json_refuses_ten_megabytes_of_anything_cheaply(piece: bytes, key: 
     started = time.process_time()
     with pytest.raises(DocumentFault):
         reader.read(body)
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 1
     tracemalloc.start()
     try:
         with pytest.raises(DocumentFault):

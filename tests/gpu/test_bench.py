@@ -44,6 +44,7 @@ def test_the_drivers_version(said: str, version: str, tmp_path: Path) -> None:
     assert place.driver_version(tmp_path / "none") == "unknown"
 
 
+@pytest.mark.torture
 def test_the_whole_script_runs_over_a_simulated_device() -> None:
     """Every line of the table, and above it that none is a number of a GPU."""
     command = [sys.executable, "-m", "bench.gpu", "--simulated", "--seconds", "0.2"]

@@ -47,6 +47,6 @@ def test_the_most_chunks_allowed_cost_little() -> None:
     reader = ChunkReader(Limits())
     before = process_time()
     feed_all(reader, data)
-    assert process_time() - before < 0.5
+    assert process_time() - before < 1
     assert reader.done
     assert reader.body() == b"a" * 65536

@@ -186,7 +186,7 @@ def test_a_coroutine_whose_work_is_cancelled_ends_the_stream() -> None:
         await settle()
         waited.cancel()
         with pytest.raises(ServeError, match="was cancelled"):
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, 60)
 
     asyncio.run(work())
 

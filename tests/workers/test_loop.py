@@ -48,7 +48,7 @@ class Running:
     def close(self) -> None:
         self.owner.close()
         self.arena.ring(front=0).wake_all_workers()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self._worker.close()
         self.arena.close()
@@ -79,7 +79,7 @@ def test_runs_what_comes_and_stops_when_told():
             assert np.frombuffer(front.output_rows(lease, 1, 0), np.float32).tolist() == [2 * value] * 2
             front.release(lease, 1)
         it.owner.send({"op": "stop"})
-        it.thread.join(10)
+        it.thread.join(60)
         assert not it.thread.is_alive()
         assert it.raised is None
 
@@ -88,7 +88,7 @@ def test_stops_when_the_owner_is_gone():
     with running(Function(X, Y, twice)) as it:
         it.owner.receive()
         it.owner.close()
-        it.thread.join(10)
+        it.thread.join(60)
         assert not it.thread.is_alive()
 
 
@@ -152,7 +152,7 @@ def test_a_model_that_can_never_run_is_not_served(inputs, fault, sound):
         if sound:
             assert it.owner.receive().message == {"op": "ready"}
         else:
-            it.thread.join(10)
+            it.thread.join(60)
             assert isinstance(it.raised, ServeError)
             assert str(fault) in str(it.raised)
 
@@ -162,10 +162,10 @@ def test_a_model_that_refuses_its_own_sample_is_not_served():
         raise ValueError("not these")
 
     with running(Function(X, Y, refuse), warmup=[{"inputs": {"x": "zeros"}}]) as it:
-        it.thread.join(10)
+        it.thread.join(60)
         assert str(it.raised) == "not these"
     with running(Function(X, Y, twice), warmup=[{"inputs": {"x": [["a", "b"]]}}]) as it:
-        it.thread.join(10)
+        it.thread.join(60)
         assert isinstance(it.raised, ConfigError)
         assert "warmup[0].inputs.x" in str(it.raised)
 

@@ -167,7 +167,7 @@ def test_what_the_child_leaves_behind_ends_with_it() -> None:
         await child.end()
         gone = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(pidfd, lambda: gone.done() or gone.set_result(None))
-        await asyncio.wait_for(gone, 10)
+        await asyncio.wait_for(gone, 60)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
 

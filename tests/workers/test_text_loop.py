@@ -241,7 +241,7 @@ def test_it_stops_in_the_middle_of_work(desk: Desk) -> None:
     running = threading.Thread(target=loop.run, args=(stopped,))
     running.start()
     os.write(desk.far, b"x")
-    running.join(20)
+    running.join(60)
     assert not running.is_alive()
     assert len(told) == 3
 
@@ -260,5 +260,5 @@ def test_an_idle_worker_is_woken_by_a_prompt_and_by_its_owner(desk: Desk) -> Non
         assert engine.asked
     finally:
         os.write(desk.far, b"!")
-        running.join(20)
+        running.join(60)
     assert not running.is_alive()

@@ -189,7 +189,7 @@ async def ask(channel: grpc.aio.Channel, vector: Vector) -> RpcReply:
         return await ask_stream(channel, vector)
     if name == "Health.Check":
         call, given = channel.unary_unary("/grpc.health.v1.Health/Check"), HEALTH[vector["id"]]
-        return await told(call(given, timeout=20))
+        return await told(call(given, timeout=60))
     path = f"/inference.GRPCInferenceService/{name}"
     if not hasattr(V2, f"{name}Request"):
         name = "ServerLive" if name == "Nope" else "ModelInfer"
@@ -220,7 +220,7 @@ async def ask_stream(channel: grpc.aio.Channel, vector: Vector) -> RpcReply:
         request_serializer=lambda message: message.SerializeToString(),
     )
     replies: list[bytes] = []
-    asked = call(iter(requests), metadata=metadata, timeout=20)
+    asked = call(iter(requests), metadata=metadata, timeout=60)
     try:
         async for reply in asked:
             replies.append(reply)  # noqa: PERF401 -- what came before an error counts

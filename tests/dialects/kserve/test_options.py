@@ -58,7 +58,7 @@ class Asked:
                 request_serializer=lambda message: message.SerializeToString(),
                 response_deserializer=getattr(V2, f"{name}Response").FromString,
             )
-            return await call(request, metadata=metadata, timeout=20)
+            return await call(request, metadata=metadata, timeout=60)
 
 
 @contextlib.asynccontextmanager

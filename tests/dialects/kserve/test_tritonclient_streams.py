@@ -217,7 +217,7 @@ def test_a_deadline(served: Running, held: Path, flavour: str) -> None:
                     break
             until((held / "left").exists, "the model sees that its caller has left")
             assert (await client.infer("held", client.numbers(0))).as_numpy("OUT").tolist() == [0]
-            assert await client.is_server_live(client_timeout=5)
+            assert await client.is_server_live(client_timeout=60)
 
     run(work())
 

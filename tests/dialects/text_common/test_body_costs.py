@@ -149,7 +149,7 @@ def test_body_costs_hold_the_loop_shortly(at: Local) -> None:
         for value in shapes(SIZE // 2).values():
             at.post(path, form % value)
     longest = watch.stop()
-    assert longest < 0.5  # 0.05 s on a machine that does nothing else
+    assert longest < 1  # 0.05 s, with bodies four times as large, on a machine that does nothing else
 
 
 def test_body_costs_of_texts_that_are_tokenized(at: Local) -> None:

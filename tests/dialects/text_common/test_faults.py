@@ -290,7 +290,7 @@ def test_a_model_that_is_unloaded_under_a_stream(folder: Path) -> None:
         assert stream.result().events[-1]["generated_text"].count("more") == 19_998
         assert not unloading.done()
         client.leave()
-        unloading.result(20)
+        unloading.result(60)
 
 
 @pytest.mark.logs_errors

@@ -179,9 +179,10 @@ def test_the_loop_goes_on_while_much_is_written() -> None:
 
     async def work() -> None:
         async with desk(**{**config(floats), "max_batch_size": 1, "max_queue_rows": 2}) as at:
-            longest_s = [await longest_turn(at, floats) for _ in range(3)]
-            # One by itself may be a neighbour's, who empties the caches.
-            assert min(longest_s) < 0.05, longest_s
+            longest_s = [await longest_turn(at, floats)]
+            while longest_s[-1] >= 0.05:  # one by itself may be a neighbour's, who empties the caches
+                assert len(longest_s) < 10, longest_s
+                longest_s.append(await longest_turn(at, floats))
 
     run(work())
 

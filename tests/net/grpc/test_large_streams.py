@@ -71,7 +71,7 @@ def test_messages_that_wait_for_their_method_keep_no_window_from_the_next() -> N
             sending = asyncio.create_task(send_all(peer, number, first + second))
             await asyncio.sleep(0.1)
             may.set()
-            await asyncio.wait_for(sending, 20)
+            await asyncio.wait_for(sending, 60)
             await peer.read(lambda: len(peer.answers[number].messages) == 2)
             assert peer.answers[number].messages == [b"%d" % len(LARGE), b"%d" % (len(LARGE) - 1)]
 

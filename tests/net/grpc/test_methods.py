@@ -413,7 +413,7 @@ def test_connections_and_metadata_have_a_limit() -> None:
                 fault = await refused(second.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60))
                 assert fault.code() is grpc.StatusCode.UNAVAILABLE
             reader, writer = await asyncio.open_connection(*listener.address)
-            told = await asyncio.wait_for(reader.read(), 5)  # to its end, at once, and without SETTINGS
+            told = await asyncio.wait_for(reader.read(), 60)  # to its end, at once, and without SETTINGS
             assert told[3:4] in (b"", GOAWAY)
             writer.close()
             assert await check(b"") is not None

@@ -70,7 +70,7 @@ def status(place: str, target: str) -> int:
 
 def health(place: str) -> int:
     with grpc.insecure_channel(place, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20).status
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60).status
 
 
 @pytest.mark.parametrize("fronts", [1, 2])

@@ -182,7 +182,7 @@ def check_grpc(port: int) -> None:
     sent = load("grps").GrpsMessage(model="twice-1").SerializeToString()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
         v2 = "/inference.GRPCInferenceService/"
         assert channel.unary_unary(v2 + "ServerLive")(b"", timeout=60) == b"\x08\x01"

@@ -22,7 +22,7 @@ from tests import proc
 from tests.running import Running, until
 from tests.server.rig import write_model
 
-SOON_S = 5.0  # they take some milliseconds
+SOON_S = 30.0  # they take some milliseconds
 STUCK = """
 import ctypes, pathlib, signal, threading
 
@@ -57,7 +57,7 @@ def use_grpc(place: str) -> None:
     for number in range(24):
         options = [("grpc.use_local_subchannel_pool", 1), ("fastserve.test", number)]
         with grpc.insecure_channel(place, options=options) as channel:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
 
 
 def predict(place: str, model: str, row: float) -> bytes:

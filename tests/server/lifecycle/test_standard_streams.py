@@ -69,7 +69,6 @@ def test_it_serves_on(tmp_path, how, fronts):
             until(
                 lambda: all(predicts(port) for _ in every) or server.poll() is not None,
                 "every front serves",
-                limit_s=30,
             )
             assert all(predicts(port) for _ in every)
             before = spent_s(server.pid)

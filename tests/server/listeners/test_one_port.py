@@ -152,9 +152,9 @@ def test_commands(server: Running, command: list[str], tmp_path: Path) -> None:
 def test_grpc(server: Running) -> None:
     with grpc.insecure_channel(server.grpc) as channel:
         live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
-        assert live(b"", timeout=10) == b"\x08\x01"
+        assert live(b"", timeout=60) == b"\x08\x01"
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
-        assert health(b"", timeout=10) == b"\x08\x01"
+        assert health(b"", timeout=60) == b"\x08\x01"
         with pytest.raises(grpc.RpcError) as fault:
             channel.unary_unary("/nobody.Service/Call")(b"", timeout=60)
         assert fault.value.code() is grpc.StatusCode.UNIMPLEMENTED

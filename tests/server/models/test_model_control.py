@@ -44,7 +44,7 @@ def test_who_asked_hears_of_every_fault(fault: Exception, kind: Kind, text: str)
         front = RemoteModelControl(True, lambda asked: tasks.append(asyncio.ensure_future(answer(asked))))
         for question in (front.names(), front.load("m", None)):
             with pytest.raises(ServeError) as told:
-                await asyncio.wait_for(question, 5)
+                await asyncio.wait_for(question, 60)
             assert (told.value.kind, told.value.message) == (kind, text)
         await asyncio.gather(*tasks)
 

@@ -138,12 +138,12 @@ def test_grpc(served: Running) -> None:
     serialize = MESSAGES.ModelInferRequest.SerializeToString
     with grpc.insecure_channel(served.grpc) as channel:
         infer = channel.unary_unary(service + "ModelInfer", serialize, MESSAGES.ModelInferResponse.FromString)
-        assert infer(message(False), timeout=20).raw_output_contents[0][4:].decode() == "hi" + SEED
+        assert infer(message(False), timeout=60).raw_output_contents[0][4:].decode() == "hi" + SEED
         ask = channel.stream_stream(
             service + "ModelStreamInfer", serialize, MESSAGES.ModelStreamInferResponse.FromString
         )
         parts = [
             part.infer_response.raw_output_contents[0][4:].decode()
-            for part in ask(iter([message(True)]), timeout=20)
+            for part in ask(iter([message(True)]), timeout=60)
         ]
         assert "".join(parts) == SEED

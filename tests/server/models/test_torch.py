@@ -32,7 +32,7 @@ def served(tmp_path_factory):
     save_script(models, net(), "script")
     save_script(models, net(), "triton")
     save_program(models, net(), torch.zeros(2, 4), name="program")
-    (models / "script" / "model.yaml").write_text(yaml.safe_dump({**CONFIG, "instances": 2}))
+    (models / "script" / "model.yaml").write_text(yaml.safe_dump(CONFIG))
     (models / "program" / "model.yaml").write_text(yaml.safe_dump({"backend": "torch", "max_batch_size": 8}))
     (models / "triton" / "config.pbtxt").write_text(TRITON)
     with Running(models, root / "log") as running:

@@ -56,7 +56,7 @@ def test_the_numbers_are_what_was_asked(tmp_path: Path) -> None:
             for number in (1.0, 2.0, 3.0):
                 assert (await served.ask(number))[0] == 200
             assert (await served.ask(1.0, model="nobody"))[0] == 404
-            found = await asyncio.wait_for(numbers_once(served, 3), 20)
+            found = await asyncio.wait_for(numbers_once(served, 3), 60)
             check_numbers(found)
             assert len((await numbers(served, f"?after={found['next_point'] - 1}"))["points"]["p50_ms"]) >= 1
             assert (await numbers(served, "?after=999999999999999"))["points"]["p50_ms"] == []

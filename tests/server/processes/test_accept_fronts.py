@@ -18,7 +18,7 @@ from tests import proc
 from tests.server.rig import Client, Served, run, serving, write_model
 
 pb = load("kserve_v2")
-BOUND_S = 5.0  # of an answer: a front that is stopped is noticed after a quarter of a second
+BOUND_S = 15.0  # of an answer: a front that is stopped is noticed after a quarter of a second
 
 
 def counts(served: Served, port: int = 0) -> list[int]:
@@ -154,7 +154,7 @@ def test_a_stopped_front_is_given_nothing_after_a_moment(tmp_path: Path) -> None
                     await ask(served)
                 assert counts(served)[1] == 2
                 began = time.monotonic()
-                for _ in range(20):
+                for _ in range(60):  # as many quarters of a second
                     await ask(served)
                 assert time.monotonic() - began < BOUND_S, "nobody waited for it again and again"
                 assert counts(served)[1] == 2

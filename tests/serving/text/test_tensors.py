@@ -41,7 +41,7 @@ def test_tensors_settings_of_any_size_are_refused_cheaply(settings: bytes) -> No
     started = time.process_time()
     with pytest.raises(ServeError) as caught:
         make_ask(asked)
-    assert time.process_time() - started < 0.3
+    assert time.process_time() - started < 1
     assert caught.value.kind is Kind.INVALID_ARGUMENT
     assert "sampling_parameters" in caught.value.message
     assert len(caught.value.message) < 1024
