@@ -39,23 +39,30 @@ def large_is_small() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every way with every form of a model it can ask, on both paths where there are two; of these what a
-    test wants to know. With a scenario, those it is for."""
+    test wants to know. With a scenario, those it is for.
+
+    On the slow path `make test` has one form of each way, the next one with the next way and scenario;
+    `make torture` has them all."""
     wanted = [name for name in ("scenario", "way", "form", "path") if name in metafunc.fixturenames]
     if "way" not in wanted:
         return
-    found: dict[tuple[Any, ...], str] = {}
-    for scenario in SCENARIOS if "scenario" in wanted else [None]:
-        for way, form, path in cases(scenario):
+    found: dict[tuple[Any, ...], Any] = {}
+    for number, scenario in enumerate(SCENARIOS if "scenario" in wanted else [None]):
+        for way, form, path, long in cases(scenario, number):
             case = {"scenario": scenario, "way": way, "form": form, "path": path}
-            texts = [getattr(case[name], "name", case[name]) for name in wanted]
-            found[tuple(case[name] for name in wanted)] = "-".join(texts)
-    metafunc.parametrize(wanted, list(found), ids=list(found.values()))
+            key = tuple(case[name] for name in wanted)
+            text = "-".join(getattr(case[name], "name", case[name]) for name in wanted)
+            marks = [pytest.mark.torture] if long else []
+            found.setdefault(key, pytest.param(*key, id=text, marks=marks))
+    metafunc.parametrize(wanted, list(found.values()))
 
 
-def cases(scenario: Scenario | None) -> Iterator[tuple[Way, str, str]]:
+def cases(scenario: Scenario | None, number: int) -> Iterator[tuple[Way, str, str, bool]]:
+    """A way, a form, a path, and whether this is for `make torture`; of a form the fast path comes first."""
     forms, paths = (FORMS, PATHS) if scenario is None else (scenario.forms, scenario.paths)
-    for way in WAYS:
-        for form in filter(way.asks, forms):
+    for turn, way in enumerate(WAYS, number):
+        asked = list(filter(way.asks, forms))
+        for at, form in enumerate(asked):
             if scenario is None or scenario.suits(way):
                 for path in paths if way.is_fast(form) else paths[:1]:
-                    yield way, form, path
+                    yield way, form, path, path == PATHS[1] and len(paths) > 1 and at != turn % len(asked)
