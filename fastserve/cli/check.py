@@ -81,7 +81,7 @@ def examine(settings: Settings, *, load: bool) -> Report:
     """Return the report on all models. Raises ConfigError."""
     from fastserve.repository.check import explain
 
-    report = explain(settings)
+    report = explain(settings, settings.ray)
     if load:
         from fastserve.server.server import dry_run
         from fastserve.util.logs import setup_logs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +11,6 @@ from fastserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastserve.workers.remote.main import WorkerOrder
-
-
-def default_cache() -> Path:
-    """Return the folder where models are kept that a server has sent."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastserve" / "models"
 
 
 @click.command(short_help="Run batches of a server on another machine.")
@@ -65,6 +59,7 @@ def worker(
     """
     from fastserve.util.logs import setup_logs
     from fastserve.workers.remote.keys import import_zmq, write_keys
+    from fastserve.workers.remote.supervisor import Supervisor, default_cache
 
     try:
         import_zmq()
@@ -75,7 +70,6 @@ def worker(
         orders = _read_orders(addresses, key, workers, cache or default_cache(), device, log_level)
     except (ConfigError, OSError) as error:
         raise click.ClickException(str(error)) from None
-    from fastserve.workers.remote.supervisor import Supervisor
 
     setup_logs(log_level)
     Supervisor(orders).run()

@@ -184,6 +184,7 @@ class RequestCounters:
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.devices: dict[tuple[int, int], DeviceCounts] = {}  # by part and worker
         self.remotes: dict[str, RemoteCounts] = {}  # by machine
+        self.remotes_wanted = 0
         self.out_of_memory = 0  # batches that its workers had no memory for, a device's or the host's
         self.warm_ups: list[WarmUp] = []  # one for each of its queues, if it brings requests
         self.last_ns = 0  # CLOCK_MONOTONIC

@@ -52,6 +52,7 @@ from fastserve.workers.forked_worker import ForkServers
 from fastserve.workers.group import LOAD_TIMEOUT_S, WorkerGroup
 from fastserve.workers.instance import CompletedError
 from fastserve.workers.pinning import PinningPlan, WorkerPins
+from fastserve.workers.remote.placer_process import NOT_GIVEN
 from fastserve.workers.shared_worker import SharedWorkers
 
 MOST_BYTES = 1 << 29
@@ -278,6 +279,7 @@ class VersionLoader:
     ) -> None:
         self._in_process = in_process
         self._place = place and not in_process
+        self.placer = ""  # the name of the process that places workers on Ray; "" for none
         self._limiter = limiter
         self._budget = DeviceBudget(MACHINE.devices, device_share)
         self._shared = SharedWorkers(registry.gauges(names.SHARED_WORKERS))
@@ -353,6 +355,10 @@ class VersionLoader:
             config = {**config, "run_timeout_ms": 0}  # a thread cannot be killed
         if not self._place:  # `check` finds out here whether the model is sound
             config = {**config, "placement": None}
+        elif version.config.placement is not None and version.config.placement.ray is not None:
+            if not self.placer:
+                raise ConfigError(NOT_GIVEN)
+            config = {**config, "placement": {**config["placement"], "placer": self.placer}}
         recording = Recording(version, self.read_recorded)
         claims = version.config.places[part : part + 1] if schedule.extras else version.config.places
         self._budget.take(claims)

@@ -306,6 +306,8 @@ class _Remote(_Callback, tag="remote"):
         Annotated[str, msgspec.Meta(max_length=256)],
         tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 16)], Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]],
     ]
+    wanted: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    """Workers that are to be there; 0: the server starts none."""
 
 
 MOST_NODES = 1024  # machines whose workers are counted
@@ -459,6 +461,7 @@ class ModelCallbacks:
 
 
 def _count_remote(version: Version, told: _Remote) -> None:
+    counters_of(version).remotes_wanted = told.wanted
     remotes = counters_of(version).remotes
     for counts in remotes.values():
         counts.workers = 0

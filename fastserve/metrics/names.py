@@ -128,6 +128,9 @@ WORKERS_WANTED = _fact("workers_wanted", "Worker processes configured.", *MODEL)
 
 REMOTE_WORKERS = _fact("remote_workers", "Remote workers ready to run, by their machine.", *MODEL, "node")
 
+REMOTE_WORKERS_WANTED = _fact(
+    "remote_workers_wanted", "Workers that a version is to have on Ray, by its load.", *MODEL
+)
 REMOTE_BATCHES = _counter(
     "remote_batches", "Batches run by remote workers, by their machine.", *MODEL, "node"
 )

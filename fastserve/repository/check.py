@@ -40,6 +40,7 @@ from fastserve.settings.text_proto import parse_text
 from fastserve.settings.yaml_text import read_text
 from fastserve.tensor import TensorSpec
 from fastserve.workers.remote.keys import MISSING_ZMQ, read_key
+from fastserve.workers.remote.placer_process import NOT_GIVEN, find_shortages
 
 NOT_READ = "inputs and outputs: read from the model when it is loaded"
 
@@ -104,8 +105,9 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
 
-def explain(settings: RepositorySettings) -> Report:
-    """Report on every folder the settings name. Raises ConfigError when one does not exist. Blocking."""
+def explain(settings: RepositorySettings, ray: str = "") -> Report:
+    """Report on every folder the settings name; `ray` is the cluster that runs workers. Blocking. Raises
+    ConfigError when a folder does not exist, and where Ray cannot be used."""
     layout = Layout(settings)
     layout.check()
     try:
@@ -113,7 +115,21 @@ def explain(settings: RepositorySettings) -> Report:
     except OSError as fault:
         raise ConfigError(f"repository: cannot be read: {fault.strerror}") from None
     reports = [_explain_model(folder) for _, folder in sorted(found.items())]
+    _look_for_nodes(reports, found, ray)
     return Report(reports, _passed_over(settings, found))
+
+
+def _look_for_nodes(reports: Iterable[ModelReport], found: Mapping[str, ModelFolder], ray: str) -> None:
+    """Add why workers of models that Ray is to place cannot be placed."""
+    placed = {
+        name: folder.config.placement.ray
+        for name, folder in found.items()
+        if folder.config is not None and folder.config.placement is not None and folder.config.placement.ray
+    }
+    shortages = find_shortages(ray, placed) if ray else dict.fromkeys(placed, NOT_GIVEN)
+    for report in reports:
+        if report.name in shortages:
+            report.problems.append(shortages[report.name])
 
 
 def _passed_over(settings: RepositorySettings, found: Iterable[str]) -> list[str]:
@@ -162,6 +178,10 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
     if config.placement is not None and config.placement.remote is not None:
         remote = config.placement.remote
         workers = f"{remote.workers.min} remote workers or more, which connect to {remote.listen}"
+    elif config.placement is not None and config.placement.ray is not None:
+        wanted = config.placement.ray.workers
+        most = f" to {wanted.max}" if wanted.max > wanted.min else ""
+        workers = f"{wanted.min}{most} workers on nodes of a Ray cluster"
     facts = [
         f"versions at hand: {at_hand}; policy: {policy_text(config.version_policy)}",
         f"backend {config.backend}, {batch}, {workers}",

@@ -146,7 +146,8 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     restart_backoff_max_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest wait after a start that failed, in seconds; after a death at work 1."""
     placement: PlacementOptions | None = None
-    """Where workers run, if not here: {remote: {listen, key, ...}}; then `instances` may be {min, max}."""
+    """Where workers run, if not here: {remote: {listen, ...}} or {ray: {num_cpus, ...}}; then `instances`
+    may be {min, max}."""
     text: TextOptions | None = None
     """Bounds and settings of a model that generates text."""
     device_tensors: bool = False
@@ -291,12 +292,14 @@ def _fill_placement(merged: dict[str, object], raw: Mapping[str, object]) -> Non
     """Move `instances` of a placed model to where its remote workers are counted: here it has one worker, the
     runner that sends them batches."""
     placement = merged.get("placement")
-    remote = placement.get("remote") if isinstance(placement, Mapping) else None
-    if not isinstance(placement, Mapping) or not isinstance(remote, Mapping):
+    if not isinstance(placement, Mapping):
+        return
+    kind = next((one for one in ("remote", "ray") if isinstance(placement.get(one), Mapping)), "")
+    if not kind:
         return
     wanted = merged.pop("instances", 1)
     workers = {"min": wanted, "max": wanted} if isinstance(wanted, int) else wanted
-    merged["placement"] = {**placement, "remote": {"workers": workers, **remote}}
+    merged["placement"] = {**placement, kind: {"workers": workers, **placement[kind]}}
     if "shared_worker" not in raw:
         merged.pop("shared_worker", None)
 

@@ -227,6 +227,9 @@ class FrontGauges:
             self._registry.gauges(names.REMOTE_WORKERS).of(*who).set(told.workers)
             self._registry.counters(names.REMOTE_BATCHES).of(*who).add(told.batches)
             told.batches = 0
+        if counters_of(version).remotes_wanted:
+            wanted = self._registry.gauges(names.REMOTE_WORKERS_WANTED).of(version.model, version.number)
+            wanted.set(counters_of(version).remotes_wanted)
 
     def _show_devices(self, version: Version) -> None:
         """Record batches on GPUs and out-of-memory events since the last call."""

@@ -46,6 +46,7 @@ from fastserve.util.logs import log_uncaught, setup_logs
 from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap
 from fastserve.workers.control import exit_now
 from fastserve.workers.pinning import PinningPlan, pin
+from fastserve.workers.remote.placer_process import PlacerProcess
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,8 @@ class Server:
         self._affinity: set[int] = set()  # before this thread was pinned
         self.repository = Repository(settings, self.catalog, self.host)
         self.host.callbacks.repository = self.repository
+        self.placer = PlacerProcess(settings.ray) if settings.ray else None
+        self.host.placer = self.placer.name if self.placer is not None else ""
         self._models_file = ModelsFile(settings.tfserving, self.repository)
         self.loads = loads = OwnerModelControl(self.repository)
         self.front = Front(
@@ -227,6 +230,8 @@ class Server:
             self._affinity = os.sched_getaffinity(0)
             pin(own)
         try:
+            if self.placer is not None:
+                self.placer.open()
             await self.front.open(*all_listeners(self.settings))
             self.host.engine.tensors = self.front.engine.tensors
             await self.repository.open()
@@ -261,6 +266,8 @@ class Server:
             self.front.balancer.close()
         await self.repository.close()
         await self.host.close()
+        if self.placer is not None:
+            await self.placer.close()
         if self._beat is not None:
             self._beat.cancel()
         if self._affinity:

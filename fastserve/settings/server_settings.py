@@ -314,6 +314,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """Front processes that share each port; auto: the cores that workers leave."""
     pinning: Literal["none", "cores", "numa"] = "none"
     """Bind processes to cores of their own, or to nodes of memory, with their arenas."""
+    ray: Annotated[str, Meta(pattern=r"^(|auto|local|[^\s/]+:[0-9]{1,5})$")] = ""
+    """Ray cluster for models with placement.ray: HOST:PORT, auto: this machine's, local: started here."""
     in_process: bool = False
     """Run models in the server's process, for breakpoints and profilers; none is killed then."""
     drain_delay_s: Annotated[float, Meta(ge=0)] = 1.0

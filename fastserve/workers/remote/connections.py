@@ -64,6 +64,10 @@ class PeerState(Enum):
     LOADED = "loaded"
     WARMING = "warming up"
     READY = "ready"
+    RETIRING = "no longer needed"
+
+
+AT_WORK = (PeerState.READY, PeerState.RETIRING)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +88,7 @@ class RemotePeer:
     instance: int
     name: str
     node: str
+    place: int = 0
     state: PeerState = PeerState.LOADING
     model: LoadedModel | None = None
     heard_s: float = 0.0
@@ -156,11 +161,11 @@ class WorkerConnections:
                 self._socket.bind(f"tcp://{host}:{port or '*'}")
             except self._zmq.ZMQError as error:
                 if error.errno != self._zmq.EADDRINUSE:
-                    raise ConfigError(f"placement.remote.listen {listen}: {error.strerror}") from None
+                    raise ConfigError(f"listen {listen}: {error.strerror}") from None
                 continue
             return f"{host}:{self._socket.last_endpoint.decode().rpartition(':')[2]}"
         raise ConfigError(
-            f"placement.remote.listen {listen}: taken; a version that loads while another serves needs a "
+            f"listen {listen}: taken; a version that loads while another serves needs a "
             "port of its own, so give two, such as 7300-7301"
         )
 
@@ -200,11 +205,11 @@ class WorkerConnections:
             self._beat(now)
         return came
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until `turn` may have something to do."""
+    def wait(self, timeout_s: float, *others: int) -> None:
+        """Wait until `turn` may have something to do, or one of the `others` can be read."""
         sockets = [self._socket, self._monitor, *([self._gate.socket] if self._gate is not None else [])]
         poller = self._zmq.Poller()
-        for socket in sockets:
+        for socket in (*sockets, *others):
             poller.register(socket, self._zmq.POLLIN)
         poller.poll(max(0, min(timeout_s, self._next_beat_s - self._clock())) * 1000)
 
@@ -238,10 +243,18 @@ class WorkerConnections:
         """End a peer: what comes of it later is refused."""
         if self.peers.pop(peer.identity, None) is None:
             return
-        level = logging.INFO if peer.state is PeerState.LOADING else logging.WARNING
-        log.log(level, "remote worker %s is lost: %s", peer.name, reason)
+        expected = peer.state in (PeerState.LOADING, PeerState.RETIRING)
+        log.log(
+            logging.INFO if expected else logging.WARNING, "remote worker %s is lost: %s", peer.name, reason
+        )
         self._reply(peer.identity, MessageKind.BYE, Words(reason))
         self.on_lost(peer, reason)
+
+    def retire(self, peer: RemotePeer) -> None:
+        """Give a peer no more batches, and end it once it has none."""
+        peer.state = PeerState.RETIRING
+        if not peer.flights:
+            self.drop(peer, PeerState.RETIRING.value)
 
     def go(self, *, dense: bool) -> None:
         """Let workers that have loaded warm up, and those that will."""
@@ -277,7 +290,7 @@ class WorkerConnections:
             idle = peer.state is PeerState.READY and not peer.flights
             if idle and now - peer.heard_s > MISSED * self._beat_s:
                 self.drop(peer, f"it has not answered for {now - peer.heard_s:.1f} s")
-            elif not idle and peer.state is PeerState.READY:
+            elif not idle and peer.state in AT_WORK:
                 peer.heard_s = now
                 self.send(peer, ping)
             else:
@@ -293,7 +306,7 @@ class WorkerConnections:
                 return
             peer.heard_s = self._clock()
             header = read_header(parts[0])
-            if header.kind is MessageKind.ANSWER and peer.state is PeerState.READY:
+            if header.kind is MessageKind.ANSWER and peer.state in AT_WORK:
                 self.on_answer(peer, header, parts)
             else:
                 self._answer(peer, header, parts)
@@ -328,7 +341,7 @@ class WorkerConnections:
             raise ProtocolFault("a greeting while as many workers load as may at a time")
         instance = next(self._instances)
         name = f"{hello.node}:{hello.pid}"
-        peer = RemotePeer(identity, instance, name, hello.node, heard_s=self._clock())
+        peer = RemotePeer(identity, instance, name, hello.node, hello.place, heard_s=self._clock())
         self.peers[identity] = peer
         log.info("remote worker %s has connected", name)
         self.send(

@@ -30,6 +30,8 @@ class WorkerOrder(msgspec.Struct):
     log_level: str = "info"
     log_format: str = "text"
     once: bool = False
+    place: int = 0
+    node: str = ""
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +44,9 @@ def main(arguments: list[str]) -> int:
     if order.log_format:
         log_prints()
     key = read_key(Path(order.key), "worker") if order.key else None
-    worker = RemoteWorker(order.connect, key, Path(order.cache), device=order.device)
+    worker = RemoteWorker(
+        order.connect, key, Path(order.cache), device=order.device, place=order.place, node=order.node
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, worker.stop)
     try:

@@ -132,6 +132,8 @@ class Hello(msgspec.Struct, forbid_unknown_fields=False):
     pid: int
     loaded: Annotated[str, msgspec.Meta(max_length=128)] = ""
     """The key of the version that it has loaded already, for a former connection."""
+    place: int = 0
+    """The number that the runner gave it when it had it started; 0: it came by itself."""
 
 
 class Welcome(msgspec.Struct):

@@ -27,14 +27,30 @@ from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
 from fastserve.errors import Kind, Reason, ServeError, pack_status
 from fastserve.settings.model_options import may_isolate
-from fastserve.settings.placement import RemotePlacement
+from fastserve.settings.placement import RayPlacement, is_loopback, read_address, read_links
 from fastserve.util.memory import gc_freeze
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY
 from fastserve.workers.control import ControlChannel, PeerGone
-from fastserve.workers.remote.connections import GO_AFTER_S, RemoteBatch, RemotePeer, WorkerConnections
+from fastserve.workers.group import Backoff
+from fastserve.workers.remote.connections import (
+    AT_WORK,
+    GO_AFTER_S,
+    RemoteBatch,
+    RemotePeer,
+    WorkerConnections,
+)
 from fastserve.workers.remote.files import ShippedFolder
-from fastserve.workers.remote.keys import read_key
+from fastserve.workers.remote.keys import SideKey, make_keys, read_key
+from fastserve.workers.remote.main import WorkerOrder
+from fastserve.workers.remote.places import (
+    LOOK_S,
+    MOST_FAILED_STARTS,
+    PlacerGone,
+    PlacerLink,
+    WorkerLaunch,
+    WorkerPlaces,
+)
 from fastserve.workers.remote.protocol import (
     Header,
     MessageKind,
@@ -61,6 +77,8 @@ LATE = "the worker process that ran this request was ended: a batch ran longer t
 SHORT_S, ALONE_S = 0.0005, 0.002
 SLICE_S = 0.5
 REPORT_S = 1.0
+RATE_S = 1.0  # of a measurement of the rows a second
+EVERYWHERE = ("0.0.0.0", "[::]", "*")
 Columns = list["np.ndarray[Any, Any]"]
 
 
@@ -77,7 +95,8 @@ class RemoteVersion:
         self.signatures: dict[str, dict[str, Any]] = {}
         self.connections: WorkerConnections
         self._config, self._folder, self._name = config, version_dir, name
-        self.placement = msgspec.convert(config["placement"]["remote"], RemotePlacement)
+        self.placement = read_links(config)
+        self.places: WorkerPlaces | None = None  # where Ray starts the workers
 
     def load(self) -> None:
         """Listen, and wait until the workers that the version needs have loaded it. Raises ServeError,
@@ -88,7 +107,7 @@ class RemoteVersion:
         wanted = self.placement.workers.min
         log.info("%s waits for %d remote workers at %s", self._name, wanted, self.connections.address)
         while len(self.connections.loaded) < wanted:
-            self.connections.turn()
+            self.turn()
             now = time.monotonic()
             first_s = first_s or (now if self.connections.loaded else 0.0)
             if first_s and now > first_s + GO_AFTER_S:
@@ -98,13 +117,33 @@ class RemoteVersion:
                 break
             if self.connections.failure is not None and not self.connections.peers:
                 raise self.connections.failure
-            if now > until_s:
-                raise ServeError(Kind.UNAVAILABLE, _missing_text(self.connections, until_s))
-            self.connections.wait(SLICE_S)
+            starts = self.places.failed_starts if self.places is not None else 0
+            if now > until_s or (starts >= MOST_FAILED_STARTS and not self.connections.peers):
+                raise ServeError(Kind.UNAVAILABLE, self._missing_text())
+            self.wait(SLICE_S)
         model = self.connections.loaded[0].model
         assert model is not None
         self.inputs, self.outputs = read_specs(model.inputs), read_specs(model.outputs)
         self.signatures = model.signatures
+
+    def turn(self, queue_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Take what the workers say, and what Ray says of them; `queue_s` returns how long the rows that wait
+        will take. Raises LastWorkerLost where Ray's driver is gone, and all workers with it."""
+        self.connections.turn()
+        if self.places is not None:
+            try:
+                self.places.turn(queue_s)
+            except PlacerGone as gone:
+                raise LastWorkerLost(
+                    f"the placer has ended, and its remote workers with it: {gone}"
+                ) from None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `turn` may have something to do."""
+        if self.places is None:
+            self.connections.wait(timeout_s)
+        else:
+            self.connections.wait(min(timeout_s, LOOK_S), self.places.fileno())
 
     def run(self, inputs: Any) -> Any:
         """Refuse: batches of a remote model go through its runner alone."""
@@ -114,10 +153,47 @@ class RemoteVersion:
         """Let the workers go."""
         if hasattr(self, "connections"):
             self.connections.close()
+        if self.places is not None:
+            self.places.close()
 
     def _open(self) -> WorkerConnections:
         placed = self.placement
+        if isinstance(placed, RayPlacement):
+            return self._open_places(placed)
         key = read_key(Path(placed.key), "server") if placed.key else None
+        return self._listen(placed.listen, key)
+
+    def _open_places(self, placed: RayPlacement) -> WorkerConnections:
+        """Listen where workers on other nodes find this machine, and have the first workers placed. Raises
+        ConfigError."""
+        link = PlacerLink(self._config["placement"]["placer"])
+        try:
+            listen = placed.listen or f"{link.address}:0"
+            host, _ = read_address(listen)
+            server, worker = (None, None) if is_loopback(host) else make_keys()
+            connections = self._listen(listen, server)
+        except BaseException:
+            link.close()
+            raise
+        port = connections.address.rpartition(":")[2]
+        order = WorkerOrder(
+            f"{link.address if host in EVERYWHERE else host}:{port}",
+            key="",
+            cache="",
+            device="cuda:0" if placed.num_gpus else "",
+            log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
+            once=True,
+        )
+        restarts = Backoff(
+            float(self._config.get("restart_backoff_s") or Backoff.first_s),
+            float(self._config.get("restart_backoff_max_s") or Backoff.cap_s),
+        )
+        key = msgspec.json.encode(worker) if worker is not None else b""
+        self.places = WorkerPlaces(link, WorkerLaunch(order, key, placed, restarts), connections)
+        return connections
+
+    def _listen(self, listen: str, key: SideKey | None) -> WorkerConnections:
+        placed = self.placement
         files = None if placed.path else ShippedFolder(self._folder)
         config = sendable_config(self._config)
         path = str(Path(placed.path) / self._folder.name) if placed.path else ""
@@ -133,20 +209,21 @@ class RemoteVersion:
             most_bytes=placed.max_answer_mb << 20,
             instance=0,
         )
-        return WorkerConnections(placed.listen, key, welcome, files, answer_bytes=welcome.most_bytes)
+        return WorkerConnections(listen, key, welcome, files, answer_bytes=welcome.most_bytes)
+
+    def _missing_text(self) -> str:
+        connections = self.connections
+        reason = f": {self.places.trouble}" if self.places is not None and self.places.trouble else ""
+        if connections.peers:
+            text = "remote workers have connected, and none has loaded the model in time (load_timeout_s)"
+            return f"{len(connections.peers)} {text}"
+        return f"no remote worker has connected to {connections.address} in time (load_timeout_s){reason}"
 
 
 def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
     import hashlib
 
     return hashlib.sha256(stamp.encode() + msgspec.json.encode(config)).hexdigest()
-
-
-def _missing_text(connections: WorkerConnections, until_s: float) -> str:
-    if connections.peers:
-        text = "remote workers have connected, and none has loaded the model in time (load_timeout_s)"
-        return f"{len(connections.peers)} {text}"
-    return f"no remote worker has connected to {connections.address} in time (load_timeout_s)"
 
 
 def _suitable(run_s: float) -> int:
@@ -169,6 +246,7 @@ class RemoteRunner:
         self._again: deque[tuple[int, int]] = deque()  # (slot, attempt) of batches whose worker was lost
         self._columns: dict[int, tuple[Columns, Columns]] = {}
         self._report_s = 0.0
+        self._rows, self._rows_per_s, self._rated_s = 0, 0.0, time.monotonic()
         self.flying = 0
         connections = self._connections
         connections.on_answer, connections.on_lost = self._land, self._lost
@@ -187,8 +265,8 @@ class RemoteRunner:
 
     def turn(self) -> None:
         """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost."""
-        self._connections.turn()
         now = time.monotonic()
+        self._model.turn(self._queue_s)
         if self._limit_ms and self.flying:
             self._end_late(now)
         while self._again and self.room:
@@ -202,8 +280,16 @@ class RemoteRunner:
     def drain(self) -> None:
         """Land every batch in flight. Raises LastWorkerLost."""
         while self.flying or self._again:
-            self._connections.wait(SLICE_S)
+            self._model.wait(SLICE_S)
             self.turn()
+
+    def _queue_s(self) -> float:
+        """Return how long the rows that wait will take at the measured rate; 0 before there is one."""
+        now = time.monotonic()
+        if self._rows and now - self._rated_s >= RATE_S:
+            self._rows_per_s = self._rows / (now - self._rated_s)
+            self._rows, self._rated_s = 0, now
+        return self._ring.queued() / self._rows_per_s if self._rows_per_s else 0.0
 
     def _choose(self) -> RemotePeer | None:
         best: RemotePeer | None = None
@@ -259,6 +345,7 @@ class RemoteRunner:
         peer.run_s += (ran_ns / 1e9 - peer.run_s) / 8
         peer.batches += 1
         peer.head_s = now_ns / 1e9
+        self._rows += self._ring.batch_rows(slot)
         self._ring.end_run(slot, now_ns - ran_ns, now_ns)
         self._ring.publish(slot)
 
@@ -324,7 +411,7 @@ class RemoteRunner:
 
     def _end_late(self, now: float) -> None:
         """End workers whose batch has run too long. It fails: what hung would hang the next."""
-        for peer in self._connections.ready:
+        for peer in list(self._connections.peers.values()):
             if peer.flights and (now - peer.head_s) * 1000 > self._limit_ms:
                 number = next(iter(peer.flights))
                 hung = peer.flights.pop(number)
@@ -351,11 +438,12 @@ class RemoteRunner:
     def _report(self) -> None:
         """Send the owner who the workers are, and what each has done since the last time."""
         nodes: dict[str, tuple[int, int]] = {}
-        for peer in self._connections.ready:
+        for peer in filter(lambda peer: peer.state in AT_WORK, self._connections.peers.values()):
             workers, batches = nodes.get(peer.node, (0, 0))
             nodes[peer.node] = workers + 1, batches + peer.batches
             peer.batches = 0
-        model_callbacks.notify("remote", nodes=nodes)
+        places = self._model.places
+        model_callbacks.notify("remote", nodes=nodes, wanted=places.wanted if places is not None else 0)
 
 
 def serve_remote(
@@ -370,7 +458,8 @@ def serve_remote(
     arena, connections = Arena.join(message, fds), model.connections
     watch = select.epoll()
     try:
-        for fd in (control.fileno(), *connections.descriptors()):
+        placer = () if model.places is None else (model.places.fileno(),)
+        for fd in (control.fileno(), *placer, *connections.descriptors()):
             watch.register(fd, select.EPOLLIN)
         ring = arena.ring(worker=int(message["worker"]), control=watch.fileno())
         runner = RemoteRunner(arena, ring, model, config)
@@ -389,8 +478,8 @@ def _await_ready(model: RemoteVersion, wanted: int) -> None:
     """Wait until every worker that had loaded is warm, or lost."""
     connections = model.connections
     while len(connections.ready) < min(wanted, len(connections.loaded)) or not connections.ready:
-        connections.wait(SLICE_S)
-        connections.turn()
+        model.wait(SLICE_S)
+        model.turn()
         if not connections.loaded:
             raise connections.failure or ServeError(
                 Kind.UNAVAILABLE, "its remote workers were lost while they warmed up"

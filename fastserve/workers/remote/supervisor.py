@@ -13,11 +13,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from fastserve.workers.group import Backoff
 from fastserve.workers.process import ENTRY, explain_exit, kill_group, worker_environment
@@ -30,10 +32,11 @@ REMOTE_ENTRY = (*ENTRY[:-1], "fastserve.workers.remote.main")
 
 
 class SupervisedWorker:
-    """One place of the supervisor, and the process that fills it."""
+    """One place of the supervisor, and the process that fills it. `key` is the content of a worker.key that
+    is in no file."""
 
-    def __init__(self, order: WorkerOrder, entry: Sequence[str] = REMOTE_ENTRY) -> None:
-        self.order, self._entry = order, entry
+    def __init__(self, order: WorkerOrder, entry: Sequence[str] = REMOTE_ENTRY, *, key: bytes = b"") -> None:
+        self.order, self._entry, self._key = order, entry, key
         self.starts_s = 0.0
         self._backoff, self._began_s = Backoff(), 0.0
         self._popen: subprocess.Popen[bytes] | None = None
@@ -47,16 +50,28 @@ class SupervisedWorker:
     def start(self) -> int:
         """Start the process; returns a pidfd, which is the caller's."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, self._order() as (order, fds):
             self._popen = subprocess.Popen(
-                [*self._entry, str(theirs.fileno()), msgspec.json.encode(self.order).decode()],
-                pass_fds=[theirs.fileno()],
+                [*self._entry, str(theirs.fileno()), msgspec.json.encode(order).decode()],
+                pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 env=worker_environment(0, {}),
                 start_new_session=True,
             )
         self._tie, self._began_s = ours, time.monotonic()
         return os.pidfd_open(self._popen.pid)
+
+    @contextmanager
+    def _order(self) -> Iterator[tuple[WorkerOrder, list[int]]]:
+        """The order as the process gets it. A key is read from a descriptor: everybody sees the arguments of
+        a process."""
+        if not self._key:
+            yield self.order, []
+            return
+        with open(os.memfd_create("key"), "w+b") as file:
+            file.write(self._key)
+            file.flush()
+            yield replace(self.order, key=f"/proc/self/fd/{file.fileno()}"), [file.fileno()]
 
     def ended(self) -> str:
         """Reap the process, which has ended; returns how, and sets when the next may start."""
@@ -78,6 +93,35 @@ class SupervisedWorker:
         if self._popen is not None:
             with suppress(ProcessLookupError):
                 self._popen.send_signal(number)
+
+
+class WorkerActor:
+    """One remote worker on a node of a Ray cluster. Ray makes the actor, which starts the process and returns
+    when that has ended. The process ends with the actor: the kernel kills it, as it does with any worker."""
+
+    def node(self) -> str:
+        """Return Ray's id of the node that it runs on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def run(self, order: str, key: bytes) -> str:
+        """Run the worker of this order, a WorkerOrder in JSON, to its end; returns how it ended."""
+        found = msgspec.json.decode(order, type=WorkerOrder)
+        worker = SupervisedWorker(replace(found, cache=found.cache or str(default_cache())), key=key)
+        pidfd = worker.start()
+        try:
+            line = select.poll()
+            line.register(pidfd, select.POLLIN)
+            line.poll()
+            return worker.ended()
+        finally:
+            os.close(pidfd)
+
+
+def default_cache() -> Path:
+    """Return the folder where models are kept that a server has sent."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastserve" / "models"
 
 
 class Supervisor:

@@ -237,8 +237,8 @@ class LoadedVersion:
 
 
 class RemoteWorker:
-    """The process's one worker. `run` returns when it was told to stop; `device` is where its models
-    compute."""
+    """The process's one worker. `run` returns when it was told to stop; `device` is where its models compute,
+    `place` and `node` are what its runner knows it by."""
 
     def __init__(
         self,
@@ -247,6 +247,8 @@ class RemoteWorker:
         cache: Path,
         *,
         device: str = "",
+        place: int = 0,
+        node: str = "",
     ) -> None:
         self._zmq = import_zmq()
         self._connect, self._key, self._cache, self._device = connect, key, cache, device
@@ -257,7 +259,7 @@ class RemoteWorker:
         self._silence_s = ANSWER_S
         self._stopping = False
         self._said = ""
-        self._node = sockets.gethostname()
+        self._place, self._node = place, node or sockets.gethostname()
 
     def stop(self, *_: Any) -> None:
         """End after the batch at hand; a handler of signals."""
@@ -308,9 +310,8 @@ class RemoteWorker:
         failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._monitor = made.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | failed)
         made.connect(f"tcp://{self._connect}")
-        hello = Hello(
-            fastserve.__version__, PROTOCOL, self._node, os.getpid(), self._loaded.key if self._loaded else ""
-        )
+        known = self._loaded.key if self._loaded else ""
+        hello = Hello(fastserve.__version__, PROTOCOL, self._node, os.getpid(), known, self._place)
         made.send_multipart(pack_message(MessageKind.HELLO, hello))
 
     def _close_socket(self) -> None:
@@ -453,7 +454,7 @@ class RemoteWorker:
     def _folder(self, welcome: Welcome) -> Path:
         if welcome.path:
             if not Path(welcome.path).is_dir():
-                self._fail(ConfigError(f"placement.remote.path: {welcome.path} is no folder here"), "")
+                self._fail(ConfigError(f"placement: path: {welcome.path} is no folder here"), "")
             return Path(welcome.path)
         try:
             return fetch_folder(welcome.files, self._cache, self._fetch)
@@ -496,6 +497,6 @@ class RemoteWorker:
 
 
 def _too_large(header: Header, most_bytes: int) -> list[Any]:
-    text = f"the outputs of this batch have more than {most_bytes >> 20} MB (placement.remote.max_answer_mb)"
+    text = f"the outputs of this batch have more than {most_bytes >> 20} MB (max_answer_mb of placement)"
     found = Header(MessageKind.ANSWER, header.batch, header.rows)
     return _pack(found, Kind.RESOURCE_EXHAUSTED.value, [], [text.encode()])

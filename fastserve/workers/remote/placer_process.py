@@ -1,0 +1,121 @@
+"""The placer as its server sees it: started with it, started again when it ends, ended with it.
+
+No part of Ray is imported here. A placer is known by a name without a file (an abstract socket), which its
+runners get with the model's config, and which stays when it is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+
+from fastserve.errors import ConfigError
+from fastserve.settings.placement import RayPlacement
+from fastserve.util.logs import current_logs
+from fastserve.workers.control import ControlFault
+from fastserve.workers.group import Backoff
+from fastserve.workers.process import ENTRY, WorkerProcess, worker_environment
+from fastserve.workers.remote.places import PlacerLink
+
+log = logging.getLogger(__name__)
+
+OLDEST_RAY = (2, 40)
+STOP_S = 10.0  # actors have half of it to end by themselves
+ENTRY_PLACER = (*ENTRY[:-1], "fastserve.workers.remote.placer")
+NOT_GIVEN = "placement.ray: the server was given no cluster, allowed: with --ray HOST:PORT, auto or local"
+
+
+def check_ray() -> None:
+    """Raise ConfigError where Ray or pyzmq is not installed here, or Ray is too old."""
+    for package in ("ray", "pyzmq"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(f"--ray: {package} is not installed: pip install 'fastserve[ray]'") from None
+        numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        if package == "ray" and numbers < OLDEST_RAY:
+            oldest = ".".join(map(str, OLDEST_RAY))
+            raise ConfigError(f"--ray: ray is {version} here, allowed: {oldest} or later (fastserve[ray])")
+
+
+class PlacerProcess:
+    """The placer of one server, on its loop. `name` is what runners connect to."""
+
+    def __init__(self, ray: str) -> None:
+        """Choose a name. Raises ConfigError where Ray cannot be used."""
+        check_ray()
+        self.name = f"fastserve-placer-{os.getpid()}-{secrets.token_hex(16)}"
+        self._ray, self._backoff, self._started_s = ray, Backoff(), 0.0
+        self._process: WorkerProcess | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._closing = False
+
+    @property
+    def pid(self) -> int:
+        """The process's id, 0 where none is."""
+        return self._process.pid if self._process is not None else 0
+
+    def open(self) -> None:
+        """Start the process; it connects to Ray by itself. Raises OSError."""
+        self._process = WorkerProcess(
+            worker_environment(0, {}), lambda message: None, self._ended, entry=ENTRY_PLACER, trusted=True
+        )
+        self._process.spawn()
+        self._started_s = time.monotonic()
+        with contextlib.suppress(ControlFault):  # it has ended already, and is started again
+            self._process.send({"op": "begin", "ray": self._ray, "listen": self.name, "logs": current_logs()})
+
+    async def close(self) -> None:
+        """End it, and what it has placed."""
+        self._closing = True
+        if self._again is not None:
+            self._again.cancel()
+        if self._process is not None:
+            await self._process.stop(STOP_S)
+
+    def _ended(self, words: str) -> None:
+        if self._closing:
+            return
+        wait_s = self._backoff.after_death(time.monotonic() - self._started_s)
+        log.error(
+            "the placer ended (%s), and with it all workers on Ray; it starts again in %g s", words, wait_s
+        )
+        self._again = asyncio.get_running_loop().call_later(wait_s, self._open_again)
+
+    def _open_again(self) -> None:
+        try:
+            self.open()
+        except OSError as error:
+            self._ended(str(error.strerror))
+
+
+def find_shortages(ray: str, placements: Mapping[str, RayPlacement]) -> dict[str, str]:
+    """Return, by model, why its workers cannot be placed on the cluster as it is now. Blocks; starts a placer
+    for it. Raises ConfigError where Ray cannot be used."""
+    return asyncio.run(_find_shortages(PlacerProcess(ray), placements)) if placements else {}
+
+
+async def _find_shortages(placer: PlacerProcess, placements: Mapping[str, RayPlacement]) -> dict[str, str]:
+    placer.open()
+    try:
+        return await asyncio.to_thread(_ask, placer.name, placements)
+    finally:
+        await placer.close()
+
+
+def _ask(name: str, placements: Mapping[str, RayPlacement]) -> dict[str, str]:
+    link, found = PlacerLink(name), dict[str, str]()
+    try:
+        for model, placement in placements.items():
+            link.send({"op": "fits", "demand": placement.demand, "count": placement.workers.min})
+            found[model] = str(link.wait()["reason"])
+    finally:
+        link.close()
+    return {model: reason for model, reason in found.items() if reason}
