@@ -263,7 +263,10 @@ class WorkerConnections:
             self._warm_up(peer)
 
     def close(self) -> None:
-        """Say goodbye to all, and close every socket. Memory that was sent is not read after this."""
+        """Say goodbye to all, and close every socket. Idempotent. Memory that was sent is not read after
+        this."""
+        if self._socket.closed:
+            return
         for identity in list(self.peers):
             self._reply(identity, MessageKind.BYE, Words("the version has ended, or its runner has"))
         self.peers.clear()

@@ -4,9 +4,9 @@ fastserve.workers.remote.placer FD`.
     owner   --- begin {ray, listen, logs} --->  placer  --- actors ---> Ray
     runner  --- place, remove -------------->   (places.py has these messages)
 
-It decides nothing. Each runner has a line; an actor is placed, watched until it ends, and ended with its line.
-Actors are not detached and Ray restarts none: all of them end with this process as well, which ends with the
-server.
+It decides nothing. Each runner has a line; an actor is placed, watched until it ends, and ended with its
+line. Actors are not detached and Ray restarts none: all of them end with this process as well, which ends
+with the server.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from fastserve.workers.remote.supervisor import WorkerActor
 log = logging.getLogger("fastserve.workers.remote.placer")  # which is run as __main__
 
 TITLE = "placer"
-PATIENCE_S = 2.0  # until an actor that has no node yet is told of
+PATIENCE_S = 5.0  # until an actor that has no node yet is told of
 GRACE_S = 5.0  # for a worker to end by itself
+PROBE_S = 5.0
 AGAIN_S = 5.0  # between two tries to reach Ray
 REASON_CHARACTERS = 400
 LOCAL_STORE_BYTES = 80 << 20  # of a Ray of our own: nothing of ours lies in its object store
@@ -68,6 +69,9 @@ class RayCluster:
 
         logging.setLogRecordFactory(records)  # Ray's adds a field to every line
         local = self._address == "local"
+        if ":" in self._address:  # Ray itself takes a minute to find that nobody listens there
+            host, _, port = self._address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
         own = {"include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES} if local else {}
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -203,8 +207,8 @@ class RunnerLine:
     async def _unless_removed(
         self, number: int, reference: Any, grace_s: float, placed: Mapping[str, Any] | None = None
     ) -> Any:
-        """Wait for Ray's answer, or until `grace_s` after the actor was removed; None then. With `placed`, the
-        message that asked for the actor, the runner gets the reason after PATIENCE_S without a node."""
+        """Wait for Ray's answer, or until `grace_s` after the actor was removed; None then. With `placed`,
+        the message that asked for the actor, the runner gets the reason after PATIENCE_S without a node."""
         answer = asyncio.wrap_future(reference.future())
         answer.add_done_callback(
             lambda done: done.cancelled() or done.exception()
@@ -217,7 +221,9 @@ class RunnerLine:
             )
             if not done and placed is not None:
                 reason = self._cluster.explain_shortage(placed["demand"], 1)
-                self._say(op="waits", number=number, reason=reason or "the nodes with room for it are full")
+                self._say(
+                    op="waits", number=number, reason=reason or "the nodes that could run it may be full"
+                )
                 await asyncio.wait({answer, removed}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 await asyncio.wait({answer}, timeout=grace_s)

@@ -35,7 +35,7 @@ from fastserve.workers.remote.main import WorkerOrder
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 60.0  # for a placer that is started, and for Ray
+GREETING_S = 120.0  # for a placer that is started, and for Ray
 LOOK_S = 0.1
 BUSY_S = 2.0  # over which workers at work are averaged
 MOST_FAILED_STARTS = 3  # of a version's first workers
@@ -113,7 +113,7 @@ def _connect(name: str, until_s: float) -> socket.socket:
 
 
 def check_peer(line: socket.socket) -> None:
-    """Close a line whose other end is another user's: its name may be taken by anybody. Raises ConfigError."""
+    """Close a line whose other end is another user's, who may have taken its name. Raises ConfigError."""
     _, uid, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         line.close()
@@ -180,8 +180,8 @@ class WorkerLaunch:
 
 
 class WorkerPlaces:
-    """The remote workers of one version that Ray places. `turn` is to be called every LOOK_S, and whenever the
-    line has something to read."""
+    """The remote workers of one version that Ray places. `turn` is to be called every LOOK_S, and whenever
+    the line has something to read."""
 
     def __init__(
         self,

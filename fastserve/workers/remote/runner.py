@@ -101,9 +101,9 @@ class RemoteVersion:
     def load(self) -> None:
         """Listen, and wait until the workers that the version needs have loaded it. Raises ServeError,
         ConfigError."""
-        self.connections = self._open()
         limit_s = float(self._config.get("load_timeout_s") or 300.0)
-        until_s, first_s = time.monotonic() + 0.95 * limit_s, 0.0
+        until_s, first_s = time.monotonic() + 0.9 * limit_s, 0.0
+        self.connections = self._open()
         wanted = self.placement.workers.min
         log.info("%s waits for %d remote workers at %s", self._name, wanted, self.connections.address)
         while len(self.connections.loaded) < wanted:
