@@ -5,6 +5,7 @@
 #   make test  [ARGS="tests/net -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
 #   make test-fast                               without servers and workers, a fifth of the examples
 #   make test-extras                             what needs TensorFlow, XGBoost, Node.js, Chromium, ..., which it installs
+#   make test-ray                                remote workers on a Ray cluster of three nodes, all on this machine
 #   make docs                                    the documentation as a site, in build/site
 #   make build [TORCH_INDEX=URL]                 torch's CPU build from that index; any: whatever pip finds, CUDA too
 #   make wheels PYTHONS="python3.10 python3.13"   a source distribution, and of it a wheel for each, tried in an environment
@@ -34,7 +35,7 @@ EXTRAS := .venv-extras
 .DELETE_ON_ERROR:
 # Recipes share an environment and a folder of products; those that take long use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: build torch FORCE serve test test-fast test-gpu extras test-extras docs lint format bench wheel sdist wheels sbom debug torture differential clean
+.PHONY: build torch FORCE serve test test-fast test-gpu extras test-extras test-ray docs lint format bench wheel sdist wheels sbom debug torture differential clean
 
 build: $(INSTALLED) $(TORCH) $(EXTENSIONS) $(PROTOS)
 
@@ -112,6 +113,10 @@ test-extras: build torch extras
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
 	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips \
 		--extras $(EXTRAS)/extras.json tests/deploy/test_chart.py
+
+# Two minutes; its nodes end with it.
+test-ray: build extras
+	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/workers/remote/test_ray.py
 
 # To build/site; a link that leads nowhere ends it.
 docs: extras

@@ -50,6 +50,7 @@ ALLOWED = (
     Allowed("tests/recipes/test_recipes.py::test_recipe[notebook]", "nbclient", "recipes"),
     Allowed("tests/recipes/test_recipes.py::test_recipe[clients]", "Node.js", "grpc-js"),
     Allowed("tests/test_site.py::test_the_site_builds", "mkdocs-material", "docs"),
+    Allowed("tests/workers/remote/test_ray.py", "Ray", "ray"),
     Allowed("tests/net/grpc/test_interop_js.py::", "Node.js with grpc-js", "grpc-js"),
     Allowed("tests/server/observability/test_openapi_conformance.py::", "schemathesis", "openapi"),
     Allowed("tests/server/observability/test_console.py::", "Chromium", "chromium"),

