@@ -15,7 +15,7 @@ import msgspec
 
 from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
 from fastserve.settings import ConfigField, ModelEntry, Settings, list_fields
-from fastserve.settings.placement import RemotePlacement
+from fastserve.settings.placement import RayPlacement, RemotePlacement
 from fastserve.settings.text_options import TextOptions
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -28,6 +28,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "warmup": WarmupSample,
     "text": TextOptions,
     "remote": RemotePlacement,
+    "ray": RayPlacement,
 }
 # docs/security.md: every field of these groups, and these fields beside them.
 LIMIT_GROUPS = ("limits.", "grpc_options.")

@@ -20,6 +20,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import uvloop
@@ -39,7 +40,7 @@ from starlette.responses import Response
 
 address, port, replicas, sleep_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 
-@serve.deployment(num_replicas=replicas, max_ongoing_requests=1 if sleep_s else 64,
+@serve.deployment(num_replicas=replicas, max_ongoing_requests=64,
                   ray_actor_options={"num_cpus": SHARE})
 class Twice:
     @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.0)
@@ -112,9 +113,8 @@ class Caller(asyncio.Protocol):
         self._data, self._answers = b"", 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._data += data
