@@ -242,13 +242,14 @@ class WorkerPlaces:
             self._end(place, str(message["reason"]))
 
     def _match(self, now: float) -> None:
-        """Find the peer of each place, and end places whose peer is lost."""
+        """Find the peer of each place, and end places whose peer is lost. One that has not loaded yet may come
+        again: it begins anew with the model's environment. If it does not, Ray tells of its end."""
         peers = {peer.place: peer for peer in self._connections.peers.values()}
         for place in self._places:
             known, place.peer = place.peer, peers.get(place.number) if place.number else None
             if place.peer is not None and place.peer.state is PeerState.READY and not place.ready_s:
                 place.ready_s, self.failed_starts = now, 0
-            if known is not None and place.peer is None:
+            if known is not None and known.model is not None and place.peer is None:
                 self._link.send({"op": "remove", "number": place.number})
                 self._end(place, "its connection has ended")
         for peer in [peer for peer in self._retiring if not peer.flights]:

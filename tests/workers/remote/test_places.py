@@ -117,14 +117,14 @@ class Rig:
         player.hello(place=place)
         player.expect(self.connections, MessageKind.WELCOME)
         player.loaded()
-        self._until(lambda: any(p.place == place and p.model for p in self.connections.peers.values()))
+        self.until(lambda: any(p.place == place and p.model for p in self.connections.peers.values()))
         self.connections.go(dense=True)
         player.expect(self.connections, MessageKind.GO)
         player.send(pack_message(MessageKind.READY))
-        self._until(lambda: len(self.connections.ready) > before)
+        self.until(lambda: len(self.connections.ready) > before)
         return player
 
-    def _until(self, true: Callable[[], bool]) -> None:
+    def until(self, true: Callable[[], bool]) -> None:
         for _ in range(3000):
             if true():
                 return
@@ -186,6 +186,22 @@ def test_what_ray_says_of_an_actor_ends_its_connection_and_the_other_way_round(
     assert it.look() == [("remove", 2)]
     assert it.look(1.0) == [("place", 4)]
     two.expect(it.connections, MessageKind.BYE)
+
+
+def test_a_worker_that_begins_anew_keeps_its_place(make: Callable[[int, int], Rig]) -> None:
+    """With the model's environment, once it knows the model."""
+    it = make(1, 1)
+    it.look()
+    first = Player(it.connections.address)
+    first.hello(place=1)
+    first.expect(it.connections, MessageKind.WELCOME)
+    assert it.look() == []
+    first.close()
+    it.until(lambda: not it.connections.peers)
+    assert it.look() == []
+    it.connect(1)
+    assert it.look() == []
+    assert [peer.place for peer in it.connections.ready] == [1]
 
 
 def test_workers_that_do_not_serve_yet_are_given_up_first(make: Callable[[int, int], Rig]) -> None:
