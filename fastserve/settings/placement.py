@@ -33,7 +33,7 @@ class WorkerRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How batches go to remote workers, whoever starts these."""
+    """How batches go to remote workers, by whatever these are started."""
 
     path: str = ""
     """Folder of the model's versions where workers see it too; empty: files are sent to them."""

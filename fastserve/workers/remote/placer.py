@@ -34,7 +34,7 @@ from fastserve.workers.remote.supervisor import WorkerActor
 log = logging.getLogger("fastserve.workers.remote.placer")  # which is run as __main__
 
 TITLE = "placer"
-PATIENCE_S = 5.0  # until an actor that has no node yet is told of
+PATIENCE_S = 5.0  # until the runner gets the reason why an actor has no node yet
 GRACE_S = 5.0  # for a worker to end by itself
 PROBE_S = 5.0
 AGAIN_S = 5.0  # between two tries to reach Ray
@@ -76,6 +76,9 @@ class RayCluster:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             ray.init(address=self._address, configure_logging=False, log_to_driver=True, **own)
+        except BaseException:
+            ray.shutdown()  # half of it may be there
+            raise
         finally:
             for number, handler in handlers.items():  # Ray's end the process, which ends with its owner alone
                 signal.signal(number, handler)

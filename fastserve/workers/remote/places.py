@@ -159,7 +159,7 @@ class WorkerPlace:
 
 @dataclass(slots=True)
 class WorkerLaunch:
-    """What every worker of the version is started with: its order, its key, and the resources it takes."""
+    """Order, key and resources that every worker of a version is started with."""
 
     order: WorkerOrder
     key: bytes
@@ -242,8 +242,8 @@ class WorkerPlaces:
             self._end(place, str(message["reason"]))
 
     def _match(self, now: float) -> None:
-        """Find the peer of each place, and end places whose peer is lost. One that has not loaded yet may come
-        again: it begins anew with the model's environment. If it does not, Ray tells of its end."""
+        """Find the peer of each place, and end places whose peer is lost. One that has not loaded yet may
+        come again: it begins anew with the model's environment. If it does not, Ray tells of its end."""
         peers = {peer.place: peer for peer in self._connections.peers.values()}
         for place in self._places:
             known, place.peer = place.peer, peers.get(place.number) if place.number else None
