@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 # Imported where they are wanted, with a sentence that says what to install.
 OPTIONAL = {
-    *("flask", "joblib", "onnxruntime", "pillow", "pyzmq", "safetensors"),
+    *("flask", "joblib", "onnxruntime", "pillow", "pyzmq", "ray", "safetensors"),
     *("tensorflow", "torch", "transformers", "werkzeug", "xgboost"),
 }
 # Of client commands; no process of a server imports it.
