@@ -98,16 +98,55 @@ cdef uint64_t now_ns() noexcept nogil:
     return <uint64_t>now.tv_sec * 1000000000 + now.tv_nsec
 
 
-cdef class Counts:
-    """Lookups of one version's requests. For some, `looked(ns, others, hit=...)` receives how long they took, and
-    how many others that stands for; `insertion_ns` is of all, estimated in the same way."""
+cdef enum:
+    HITS = 0
+    MISSES = 1
+    INSERTION_NS = 2
+    LAST_NS = 3
+    COUNTS = 4
 
-    cdef readonly uint64_t hits, misses, insertion_ns, last_ns
+COUNTS_BYTES = COUNTS * 8
+
+
+cdef class Counts:
+    """Lookups of one version's requests, in `memory` of COUNTS_BYTES that other processes may read. For some,
+    `looked(ns, others, hit=...)` receives how long they took, and how many others that stands for; `insertion_ns` is of
+    all, estimated in the same way."""
+
+    cdef Py_buffer buffer
+    cdef bint held
+    cdef uint64_t* at
     cdef uint64_t lookups, kept
     cdef object looked
 
-    def __init__(self, looked):
+    def __cinit__(self, looked, memory):
+        """Raises ValueError for memory of another size, or not on a boundary of 8 bytes."""
+        PyObject_GetBuffer(memory, &self.buffer, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        self.held = True
+        if self.buffer.len != COUNTS * 8 or <uint64_t>self.buffer.buf % 8:
+            raise ValueError("not the memory of the counts of a cache")
+        self.at = <uint64_t*>self.buffer.buf
         self.looked = looked
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.buffer)
+
+    @property
+    def hits(self):
+        return self.at[HITS]
+
+    @property
+    def misses(self):
+        return self.at[MISSES]
+
+    @property
+    def insertion_ns(self):
+        return self.at[INSERTION_NS]
+
+    @property
+    def last_ns(self):
+        return self.at[LAST_NS]
 
 
 @cython.final
@@ -199,7 +238,7 @@ cdef class ResponseCache:
                 return None
             self.running[key] = None
             self.add_miss()
-            counts.misses += 1
+            counts.at[MISSES] += 1
         if weight:
             self.count_time(counts, weight, began, entry is not None)
         if entry is not None:
@@ -215,7 +254,7 @@ cdef class ResponseCache:
             self.unlink(entry)
             self.link(entry)
             self.hit += 1
-            counts.hits += 1
+            counts.at[HITS] += 1
         return entry
 
     def key(self, bytes head not None, inputs) -> bytes:
@@ -225,11 +264,11 @@ cdef class ResponseCache:
     def count_miss(self, Counts counts not None) -> None:
         """For a request that waited for its like in vain, and now runs by itself."""
         self.add_miss()
-        counts.misses += 1
+        counts.at[MISSES] += 1
 
     cdef int count_time(self, Counts counts, uint64_t weight, uint64_t began, bint hit) except -1:
-        counts.last_ns = now_ns()
-        cdef uint64_t took = counts.last_ns - began
+        counts.at[LAST_NS] = now_ns()
+        cdef uint64_t took = counts.at[LAST_NS] - began
         self.add_times(weight * took, 0)
         counts.looked(took, weight, hit=hit)
         return 0
@@ -253,7 +292,7 @@ cdef class ResponseCache:
         if weight:
             began = weight * (now_ns() - began)
             self.add_times(0, began)
-            counts.insertion_ns += began
+            counts.at[INSERTION_NS] += began
         return 0
 
     cdef int store(self, bytes key, form, outputs, tuple parameters) except -1:
@@ -405,7 +444,7 @@ cdef class SharedResponseCache(ResponseCache):
         cdef Entry entry = self.copy(key)
         if entry is not None:
             cache_add(&self.view.head.hits, 1, RELAXED)
-            counts.hits += 1
+            counts.at[HITS] += 1
         return entry
 
     cdef Entry copy(self, bytes key):

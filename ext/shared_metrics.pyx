@@ -44,6 +44,7 @@ cdef extern from "shared_metrics.h" nogil:
     uint64_t metric_load(const uint64_t *)
     void metric_store(uint64_t *, uint64_t)
     void metric_add(uint64_t *, uint64_t)
+    uint64_t metric_take(uint64_t *)
     double metric_load_double(const uint64_t *)
     void metric_store_double(uint64_t *, double)
     void metric_add_double(uint64_t *, double)
@@ -224,6 +225,10 @@ cdef class Counter(Instrument):
         """Raises OverflowError for a negative n."""
         metric_add(self.slots, n)
 
+    def take(self) -> int:
+        """Add 1, and return what it was before: a number that no other process gets."""
+        return metric_take(self.slots)
+
     @property
     def value(self):
         return metric_load(self.slots)
@@ -256,7 +261,7 @@ cdef class Gauge(Instrument):
 cdef class Histogram(Instrument):
     """Counts per bucket (value <= bound) and their sum. A value that is not finite is not counted."""
 
-    cdef double[32] bounds
+    cdef double[34] bounds
     cdef uint32_t count
 
     def __cinit__(self, Section section not None, long long slot, bounds):

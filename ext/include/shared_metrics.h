@@ -14,7 +14,7 @@
 #include <string.h>
 
 enum : uint64_t { METRIC_MAGIC = 0x31726574656d7366ull };  // "fsmeter1"
-enum : uint32_t { METRIC_SLOTS_EACH_MAX = 34, METRIC_BOUNDS_MAX = 32, METRIC_SIZE_MAX = 1u << 24 };
+enum : uint32_t { METRIC_SLOTS_EACH_MAX = 36, METRIC_BOUNDS_MAX = 34, METRIC_SIZE_MAX = 1u << 24 };
 enum MetricKind : uint32_t { METRIC_NONE = 0, METRIC_COUNTER, METRIC_GAUGE_SUM, METRIC_GAUGE_LAST, METRIC_HISTOGRAM, METRIC_KINDS };
 
 struct MetricFile {            // 64 bytes
@@ -86,6 +86,7 @@ static uint64_t METRIC_NOWHERE[METRIC_SLOTS_EACH_MAX];  // what a series without
 static inline uint64_t metric_load(const uint64_t *slot) { return __atomic_load_n(slot, __ATOMIC_RELAXED); }
 static inline void metric_store(uint64_t *slot, uint64_t value) { __atomic_store_n(slot, value, __ATOMIC_RELAXED); }
 static inline void metric_add(uint64_t *slot, uint64_t n) { __atomic_fetch_add(slot, n, __ATOMIC_RELAXED); }
+static inline uint64_t metric_take(uint64_t *slot) { return __atomic_fetch_add(slot, 1, __ATOMIC_RELAXED); }
 
 static inline double metric_load_double(const uint64_t *slot)
 {

@@ -11,12 +11,18 @@ class Entry:
     memory: tuple[bytes, ...]
     parameters: tuple[tuple[str, object], ...]
 
+COUNTS_BYTES: int
+
 class Counts:
-    hits: int
-    misses: int
-    insertion_ns: int
-    last_ns: int
-    def __init__(self, looked: Callable[..., None]) -> None: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def insertion_ns(self) -> int: ...
+    @property
+    def last_ns(self) -> int: ...
+    def __init__(self, looked: Callable[..., None], memory: Buffer) -> None: ...
 
 class Miss:
     key: bytes

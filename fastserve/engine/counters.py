@@ -6,8 +6,9 @@
     counts.batches                          runs and their times by the size of the batch
 
 Nearly all of it is counted in the arena (ext/include/counters.h): by the worker as it publishes a batch, so a
-request pays nothing, and it is the sum over all front processes. A Counters holds what no batch tells, of one
-front process: ends in a scheduler's own queue, cache lookups, ensembles, responses of decoupled models.
+request pays nothing. RequestCounters count what no batch tells, in memory that the front processes share too
+(shared_counts.py): ends in a scheduler's own queue, cache lookups, ensembles, responses of decoupled models.
+So every front process reads the same sums.
 
 Where durations begin and end (Triton's InferStatistics):
 
@@ -26,19 +27,22 @@ wrong shapes) is no request.
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
+from fastserve._ext.response_cache import Counts
+from fastserve.engine.shared_counts import MOST_BOUNDS, MOST_RESPONSES, MOST_SIZES, CountsMemory, SharedTook
 from fastserve.metrics.quantiles import BUCKETS, bucket_of, read_buckets
 from fastserve.repository.version import Attachment, Version
 
 if TYPE_CHECKING:
-    from fastserve._ext.response_cache import Counts
+    from array import array
+
+    from fastserve._ext.batch_ring import BatchRing
     from fastserve.engine.batch_queue import BatchQueue
 
 __all__ = [
@@ -57,7 +61,6 @@ __all__ = [
 REASONS = batch_ring.TALLIES[REJECTED:]
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0)
-MOST_RESPONSES = 256  # responses of one request that are counted separately; later ones count with the last
 
 
 @dataclass(slots=True)
@@ -118,12 +121,16 @@ class ResponseCounts:
     cancel: Took = field(default_factory=Took)
 
 
+RESPONSE_KINDS = tuple(one.name for one in fields(ResponseCounts))
+
+
 @dataclass(frozen=True, slots=True)
 class VersionCounts:
     """Statistics of one version, as defined in the module.
 
     `inferences` are rows of successful requests, `executions` batches run, `pending` requests that wait for a
-    worker now. `last_ms` is Unix time, 0 for never. `responses` is of this front process.
+    worker now (in a scheduler of another process: half a second ago). `last_ms` is Unix time, 0 for
+    never.
     """
 
     success: Took
@@ -148,19 +155,54 @@ class VersionCounts:
         return Took(sum(end.count for end in ends), sum(end.ns for end in ends))
 
 
-class Buckets:
-    """A histogram of milliseconds: one count for each upper bound, and one beyond the last."""
+class FirstResponses:
+    """Histogram of milliseconds to the first response, in shared memory: a count for each upper bound, and
+    one beyond the last."""
 
-    __slots__ = ("bounds", "counts", "sum_ms")
+    __slots__ = ("_memory", "_start", "bounds")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.sum_ms = 0.0
+    def __init__(self, memory: CountsMemory, bounds: Sequence[float]) -> None:
+        self._memory = memory
+        self.bounds = tuple(bounds)[:MOST_BOUNDS]
+        self._start = memory.place("first")
 
-    def observe(self, ms: float) -> None:
-        self.counts[bisect_left(self.bounds, ms)] += 1
-        self.sum_ms += ms
+    def observe(self, ns: int) -> None:
+        self._memory.own[self._start + bisect_left(self.bounds, ns / 1e6)] += 1
+        self._memory.add("first_sum_ns", ns)
+
+    @property
+    def counts(self) -> list[int]:
+        """Counts over all front processes."""
+        return self._memory.read("first", len(self.bounds) + 1)
+
+    @property
+    def sum_ms(self) -> float:
+        return self._memory.read("first_sum_ns", 1)[0] / 1e6
+
+
+class ResponseTooks:
+    """Where responses of one number are counted, by the names of ResponseCounts."""
+
+    __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
+
+    def __init__(self, memory: CountsMemory, index: int) -> None:
+        for kind, name in enumerate(RESPONSE_KINDS):
+            setattr(self, name, memory.took("responses", index * len(RESPONSE_KINDS) + kind))
+
+    compute_infer: SharedTook
+    compute_output: SharedTook
+    success: SharedTook
+    fail: SharedTook
+    empty_response: SharedTook
+    cancel: SharedTook
+
+
+@dataclass(slots=True)
+class SizeCounts:
+    """Requests of one batch size, of an API that tells them apart."""
+
+    success: Took = field(default_factory=Took)
+    failed: Took = field(default_factory=Took)
 
 
 @dataclass(slots=True)
@@ -171,77 +213,121 @@ class RemoteCounts:
     batches: int = 0
 
 
-class RequestCounters:
-    """Counts of one version in this front process that its batches do not record; `queues` have the rest."""
+class ClosedRing:
+    """The counts of a queue that is closed, read as from its ring."""
 
-    def __init__(self) -> None:
+    def __init__(self, ring: BatchRing) -> None:
+        self._counters, self._runs, self._spreads = ring.counters(), ring.runs(), ring.spreads()
+
+    def counters(self) -> tuple[tuple[tuple[int, int], ...], int, int]:
+        return self._counters
+
+    def runs(self) -> list[tuple[int, int, int, int, int]]:
+        return self._runs
+
+    def spreads(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        return self._spreads
+
+
+class RequestCounters:
+    """Counts of one version that its batches do not record; `queues` have the rest."""
+
+    def __init__(self, memory: CountsMemory | None = None) -> None:
+        """`memory`: that of several front processes, of which this is one."""
         self.queues: list[BatchQueue] = []
-        self.hit, self.miss = Took(), Took()  # their times; `cached` counts them
-        self.cached: Counts | None = None
-        self.hit_spread, self.miss_spread = (array("Q", bytes(8 * BUCKETS)) for _ in range(2))
-        self.responses: dict[int, ResponseCounts] = {}
-        self.first_response: Buckets | None = None  # of a decoupled model
+        self.memory = memory or CountsMemory()
+        self.first_response: FirstResponses | None = None  # of a decoupled model
         self.waiting: Callable[[], int] = _nobody  # requests in a scheduler's own queue
         self.devices: dict[tuple[int, int], DeviceCounts] = {}  # by part and worker
         self.remotes: dict[str, RemoteCounts] = {}  # by machine
         self.remotes_wanted = 0
         self.out_of_memory = 0  # batches that its workers had no memory for, a device's or the host's
         self.warm_ups: list[WarmUp] = []  # one for each of its queues, if it brings requests
-        self.last_ns = 0  # CLOCK_MONOTONIC
         self.load_s = 0.0  # how long it took to load
-        self._ends = [Took() for _ in REASONS]
-        self._served = [Took(), Took()]  # whole requests, and the time their models took
-        self._batches: dict[int, list[int]] = {}
+        self._closed: list[ClosedRing] = []
+        self._responses: dict[int, ResponseTooks] = {}
+        self._answered: dict[int, tuple[SharedTook, SharedTook]] = {}  # by batch size: badly, well
 
     def close(self, queue: BatchQueue) -> None:
-        """Drop a queue that closes: a reference would keep its arena's memory."""
+        """Drop a queue that closes: a reference would keep its arena's memory. Its counts stay."""
         self.queues.remove(queue)
+        self._closed.append(ClosedRing(queue.ring))
         self.waiting = _nobody
 
-    def looked(self, ns: int, weight: int, *, hit: bool) -> None:
+    def show_waiting(self) -> None:
+        """Tell the other front processes how many requests wait here."""
+        self.memory.set("waiting", self.waiting())
+
+    def cached(self) -> Counts:
+        """Return the counts of a cache before the version's scheduler."""
+        return Counts(self._looked, self.memory.slice("cached"))
+
+    def _looked(self, ns: int, weight: int, *, hit: bool) -> None:
         """Add the time of a cache lookup, measured for one in `weight`; `cached` has their number."""
-        took, spread = (self.hit, self.hit_spread) if hit else (self.miss, self.miss_spread)
-        took.ns += weight * ns
-        spread[bucket_of(ns)] += weight
+        self.memory.add("hit" if hit else "miss", weight * ns)
+        self.memory.add("hit_spread" if hit else "miss_spread", weight, bucket_of(ns))
 
     def spreads(self) -> list[array[int]]:
         """Return a histogram of request times (metrics.quantiles) each for success, queue, compute_input,
         compute_infer and compute_output. Cache hits and ensembles are not included."""
-        told = [queue.ring.spreads() for queue in self.queues]
+        told = [ring.spreads() for ring in self._rings()]
         return [read_buckets([spreads[kind] for spreads in told]) for kind in range(REJECTED)]
+
+    def cache_spreads(self) -> tuple[list[int], list[int]]:
+        """Return such histograms of cache hits and misses."""
+        return self.memory.read("hit_spread", BUCKETS), self.memory.read("miss_spread", BUCKETS)
 
     def end(self, reason: int, ns: int = 0) -> None:
         """Count a request that ended without an answer before any queue had it: REJECTED, CANCELED, BACKEND
         or OTHER."""
-        self._ends[reason - REJECTED].add(ns)
+        self.memory.took("ends", reason - REJECTED).add(ns)
 
     def serve(self, rows: int, ns: int, infer_ns: int) -> None:
         """Count a successful request that ran outside this version's queues: one of an ensemble."""
-        self._served[0].add(ns)
-        self._served[1].add(infer_ns)
-        one = self._batches.setdefault(rows, [0, 0])
-        one[0] += 1
-        one[1] += infer_ns
-        self.last_ns = time.monotonic_ns()
+        memory = self.memory
+        memory.took("served").add(ns)
+        memory.took("served", 1).add(infer_ns)
+        SharedTook(memory.own, memory.of_size("runs", rows)).add(infer_ns)
+        memory.set("last_ns", time.monotonic_ns())
 
-    def response(self, index: int) -> ResponseCounts:
-        """Return the counts of response number `index`, from 0."""
+    def answered(self, size: int, ns: int, *, well: bool) -> None:
+        """Count a request of a batch size, for an API that tells sizes apart."""
+        tooks = self._answered.get(size)
+        if tooks is None:
+            at, own = self.memory.of_size("requests", size), self.memory.own
+            tooks = SharedTook(own, at + 2), SharedTook(own, at)
+            if len(self._answered) < MOST_SIZES:
+                self._answered[size] = tooks
+        tooks[well].add(ns)
+
+    def by_size(self) -> dict[int, SizeCounts]:
+        """Return what `answered` has counted, by batch size."""
+        found = self.memory.read_sizes("requests").items()
+        return {size: SizeCounts(Took(*counts[:2]), Took(*counts[2:])) for size, counts in found}
+
+    def response(self, index: int) -> ResponseTooks:
+        """Return where response number `index`, from 0, is counted."""
         index = min(index, MOST_RESPONSES - 1)
-        found = self.responses.get(index)
+        found = self._responses.get(index)
         if found is None:
-            found = self.responses[index] = ResponseCounts()
+            found = self._responses[index] = ResponseTooks(self.memory, index)
+            self.memory.use("responses", index + 1)
         return found
 
     def read(self) -> VersionCounts:
         """Return these counts and those of the queues, added up."""
         sums, rows, last_ns = self._read_queues()
         success, queue, inputs, infer, output = sums[:REJECTED]
-        hit, miss, cached_ns = self._read_cached()
-        success.add(self._served[0].ns + hit.ns, self._served[0].count + hit.count)
-        infer.add(self._served[1].ns, self._served[1].count)
-        for there, here in zip(sums[REJECTED:], self._ends, strict=True):
-            there.add(here.ns, here.count)
-        batches = self._read_batches()
+        hits, misses, insertion_ns, _ = self.memory.read("cached", 4)
+        hit_ns, miss_ns = self.memory.read("hit", 2)
+        served, served_ns, _, infer_ns = self.memory.read("served", 4)
+        success.add(served_ns + hit_ns, served + hits)
+        infer.add(infer_ns, served)
+        ends = self.memory.read("ends", 2 * len(REASONS))
+        for there, count, ns in zip(sums[REJECTED:], ends[::2], ends[1::2], strict=True):
+            there.add(ns, count)
+        ran = self.memory.read_sizes("runs")
+        batches = self._read_batches(ran)
         return VersionCounts(
             success=success,
             failures=dict(zip(REASONS, sums[REJECTED:], strict=True)),
@@ -249,38 +335,46 @@ class RequestCounters:
             compute_input=inputs,
             compute_infer=infer,
             compute_output=output,
-            cache_hit=hit,
-            cache_miss=miss,
-            inferences=rows + sum(size * runs for size, (runs, _) in self._batches.items()),
+            cache_hit=Took(hits, hit_ns),
+            cache_miss=Took(misses, miss_ns + insertion_ns),
+            inferences=rows + sum(size * runs for size, (runs, *_) in ran.items()),
             executions=sum(batch.runs for batch in batches),
-            pending=self.waiting() + sum(queue.ring.pending() for queue in self.queues),
-            last_ms=_unix_ms(max(last_ns, self.last_ns, cached_ns)),
+            pending=self._read_pending(),
+            last_ms=_unix_ms(max(last_ns, self.memory.latest("last_ns"), self.memory.latest("cached", 3))),
             batches=batches,
-            responses=self.responses,
+            responses=self._read_responses(),
         )
 
-    def _read_cached(self) -> tuple[Took, Took, int]:
-        """Return hits, misses (their time includes the insertion), and the time of the last lookup."""
-        cached = self.cached
-        if cached is None:
-            return Took(), Took(), 0
-        hit, miss = Took(cached.hits, self.hit.ns), Took(cached.misses, self.miss.ns + cached.insertion_ns)
-        return hit, miss, cached.last_ns
+    def _rings(self) -> list[BatchRing | ClosedRing]:
+        return [*(queue.ring for queue in self.queues), *self._closed]
+
+    def _read_pending(self) -> int:
+        elsewhere = self.memory.read_others("waiting")
+        return self.waiting() + elsewhere + sum(queue.ring.pending() for queue in self.queues)
+
+    def _read_responses(self) -> dict[int, ResponseCounts]:
+        words = 2 * len(RESPONSE_KINDS)
+        found: dict[int, ResponseCounts] = {}
+        for index in range(self.memory.used("responses")):
+            read = self.memory.read("responses", words, index * words)
+            if any(read[::2]):
+                found[index] = ResponseCounts(*map(Took, read[::2], read[1::2]))
+        return found
 
     def _read_queues(self) -> tuple[list[Took], int, int]:
         """Return the sums over all queues: counters, rows served; and the time of the last request."""
         sums, rows, last_ns = [Took() for _ in batch_ring.TALLIES], 0, 0
-        for queue in self.queues:
-            counters, served_rows, served_ns = queue.ring.counters()
+        for ring in self._rings():
+            counters, served_rows, served_ns = ring.counters()
             for took, (count, ns) in zip(sums, counters, strict=True):
                 took.add(ns, count)
             rows, last_ns = rows + served_rows, max(last_ns, served_ns)
         return sums, rows, last_ns
 
-    def _read_batches(self) -> list[BatchCounts]:
-        found = {rows: [runs, 0, infer_ns, 0] for rows, (runs, infer_ns) in self._batches.items()}
-        for queue in self.queues:
-            for rows, *run in queue.ring.runs():
+    def _read_batches(self, ran: Mapping[int, Sequence[int]]) -> list[BatchCounts]:
+        found = {rows: [runs, 0, infer_ns, 0] for rows, (runs, infer_ns, *_) in ran.items()}
+        for ring in self._rings():
+            for rows, *run in ring.runs():
                 found[rows] = [a + b for a, b in zip(found.get(rows, (0, 0, 0, 0)), run, strict=True)]
         return [BatchCounts(rows, *run) for rows, run in sorted(found.items())]
 
@@ -297,17 +391,19 @@ COUNTERS: Attachment[RequestCounters] = Attachment(outlives=True)
 
 
 def counters_of(version: Version) -> RequestCounters:
-    """Return the version's counters in this front process."""
+    """Return the version's counters."""
     return COUNTERS.get(version) or COUNTERS.put(version, RequestCounters())
 
 
-def first_responses(version: Version) -> Buckets:
-    """Return the histogram of milliseconds from a request to its first response, for a decoupled model, in
-    this front process. Its bounds are those of `model_metrics`, or Triton's."""
+def first_responses(version: Version) -> FirstResponses:
+    """Return the histogram of milliseconds from a request to its first response, for a decoupled model. Its
+    bounds are those of `model_metrics`, or Triton's."""
     counters = counters_of(version)
     if counters.first_response is None:
         bounds = version.config.options.first_response_ms
-        counters.first_response = Buckets(FIRST_RESPONSE_MS if bounds is None else tuple(bounds))
+        counters.first_response = FirstResponses(
+            counters.memory, FIRST_RESPONSE_MS if bounds is None else bounds
+        )
     return counters.first_response
 
 

@@ -26,7 +26,7 @@ import msgspec
 from fastserve.backends.registry import find_backend
 from fastserve.devices.inventory import MACHINE, VisibleDevice
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics, Specs
-from fastserve.engine.counters import WarmUp, counters_of
+from fastserve.engine.counters import COUNTERS, RequestCounters, WarmUp, counters_of
 from fastserve.engine.device_memory import NO_DEVICE, lending_device
 from fastserve.engine.engine import SCHEDULER, Engine, find_scheduler
 from fastserve.engine.input_checks import check_inputs
@@ -35,6 +35,7 @@ from fastserve.engine.schedulers.cache import CacheMemory, ResponseCache
 from fastserve.engine.schedulers.ensemble import EnsembleScheduler, check_models, make_plan
 from fastserve.engine.schedulers.rate_limiter import RateLimiter
 from fastserve.engine.schedulers.schedule import Schedule, open_queue
+from fastserve.engine.shared_counts import CountsMemory
 from fastserve.engine.supervision import LOST, DeathPolicy, Maintenance
 from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.metrics import names
@@ -312,6 +313,7 @@ class VersionLoader:
             await self._load(version, began_ns)
 
     async def _load(self, version: Version, began_ns: int) -> None:
+        COUNTERS.put(version, RequestCounters(CountsMemory(self._fronts)))
         if version.config.options.ensemble is not None:
             await self._load_ensemble(version)
             counters_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
@@ -467,6 +469,11 @@ class VersionLoader:
         """Return all that other front processes open, ensembles after the models that they run."""
         return [*self.hosted.values(), *self.ensembles.values()]
 
+    def show_waiting(self) -> None:
+        """Tell the other front processes how many requests wait in the schedulers here. Called in turns."""
+        for hosted in self.loaded():
+            counters_of(hosted.version).show_waiting()
+
     def _parts(self, version: Version) -> list[LoadedPart]:
         return [hosted for key, hosted in self.hosted.items() if key[2] == id(version)]
 
@@ -497,6 +504,7 @@ class VersionLoader:
         ensemble.scheduler.close()
         SCHEDULER.drop(version)
         self.ensembles.pop(version, None)
+        counters_of(version).memory.close_fd()
 
     def _open(
         self, version: Version, part: int, group: WorkerGroup, arena: Arena, inputs: Specs, outputs: Specs
@@ -534,7 +542,9 @@ class VersionLoader:
         if scheduler is not None:
             scheduler.close()
         hosted.queue.close()
-        counters_of(hosted.version).close(hosted.queue)
+        counters = counters_of(hosted.version)
+        counters.close(hosted.queue)
+        counters.memory.close_fd()
         hosted.arena.close()
         self._budget.give_back(hosted.claims)
         if hosted.pins is not None:

@@ -41,7 +41,8 @@ LABELS_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: `labels` are label names, `buckets` the upper bounds of a histogram.
+    """One metric: `labels` are label names, `buckets` the upper bounds of a histogram. Prometheus' text
+    leaves out one whose name begins with `_`: it is a dialect's, which shows it in its own form.
 
     Over several processes counters and histograms add up; a gauge adds up ("sum": connections, rows
     waiting) or shows the value set last ("last": facts only one process knows).
@@ -205,7 +206,8 @@ class Exposition:
     def expose(self) -> bytes:
         with self._lock:
             merged, unreadable = self.merge()
-            lines = [line for metric, series in merged.values() for line in self._write(metric, series)]
+            shown = [found for name, found in merged.items() if not name.startswith("_")]
+            lines = [line for metric, series in shown for line in self._write(metric, series)]
         return ("\n".join([*lines, *self._write_itself(unreadable)]) + "\n").encode()
 
     def merge(self, wanted: Iterable[str] | None = None) -> tuple[Merged, int]:

@@ -257,6 +257,7 @@ class Front:
     repository: RepositoryFace = field(default_factory=NoRepository)
     cache: ResponseCache | None = None
     state: ReplicatedState = field(default_factory=ReplicatedState)
+    started_ns: int = field(default_factory=monotonic_ns)  # of the whole server
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     http: list[HttpListener] = field(default_factory=list)
@@ -403,6 +404,7 @@ class Front:
             stop=lambda force: self.stop(force),  # they are set later
             spread=lambda dialect, word: self.spread(dialect, word),
             state=self.state,
+            started_ns=self.started_ns,
         )
         self.engine.tensors = TextTensors(TextModels(context))
         return context

@@ -82,13 +82,14 @@ class FrontPool:
         registry: Registry,
         loads: OwnerModelControl,
         balancer: AcceptBalancer | None,
+        started_ns: int,
     ) -> None:
         self._loads = loads
         loads.settle = self.settle
         self.state = loads.state
         self._catalog = catalog
         self.links = [
-            FrontLink(i, settings, catalog, host, registry, balancer, self._answer, self.state)
+            FrontLink(i, settings, catalog, host, registry, balancer, self._answer, self.state, started_ns)
             for i in range(1, settings.front_count)
             if balancer is not None
         ]
@@ -206,9 +207,10 @@ class FrontLink:
         balancer: AcceptBalancer,
         answer: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]],
         state: ReplicatedState,
+        started_ns: int,
     ) -> None:
         self.front = front
-        self._answer, self._state = answer, state
+        self._answer, self._state, self._started_ns = answer, state, started_ns
         self._answering: set[asyncio.Task[None]] = set()
         self.listeners: tuple[tuple[Listener, ...], tuple[Listener, ...]] = ((), ())
         self._settings, self._catalog, self._host, self._registry = settings, catalog, host, registry
@@ -342,6 +344,7 @@ class FrontLink:
             "http": msgspec.to_builtins(http),
             "grpc": msgspec.to_builtins(grpc),
             "relay": relay,
+            "started_ns": self._started_ns,
         }
         self.tell(start, [self._registry.fd, *fds, *self._balancer.fds()])
         self.replicate(self._state.records())  # at once: changes from now on follow
@@ -364,10 +367,12 @@ class FrontLink:
         if not self.pid or key in self._given or hosted.closing:
             return
         self._given[key] = version
+        counters = counters_of(version)
         message: dict[str, Any] = {"geometry": None}
-        fds: list[int] = []
+        fds = [counters.memory.fd]
         if isinstance(hosted, LoadedPart):
-            message, fds = hosted.arena.fds_for_front(self.front)
+            message, arena_fds = hosted.arena.fds_for_front(self.front)
+            fds += arena_fds
         message |= {
             "op": "open",
             "id": key,
@@ -379,7 +384,8 @@ class FrontLink:
             "config": config_json(version.config),
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
-            "load_s": counters_of(version).load_s,
+            "load_s": counters.load_s,
+            "warm_ups": msgspec.to_builtins(counters.warm_ups),
             "on_device": isinstance(hosted, LoadedPart) and hosted.queue.on_device,
             "cached": CachedScheduler.number_of(version),
             "text": msgspec.to_builtins(version.text),

@@ -25,12 +25,13 @@ import uvloop
 
 from fastserve.codec.generation import Info
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
-from fastserve.engine.counters import counters_of
+from fastserve.engine.counters import COUNTERS, RequestCounters, WarmUp, counters_of
 from fastserve.engine.engine import SCHEDULER, Engine, Scheduler, find_scheduler
 from fastserve.engine.relay.channel import CHANNEL_FDS, RelayChannel
 from fastserve.engine.relay.client import RelayClient, RelayScheduler
 from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
 from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
+from fastserve.engine.shared_counts import CountsMemory
 from fastserve.metrics import Readiness, Registry
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
@@ -80,7 +81,7 @@ class FrontProcess:
         self._versions: dict[int, FollowedVersion] = {}  # by the owner's id
         self._parts: dict[int, int] = {}  # id of each opened part -> id of its version
         self._front: Front | None = None
-        self._number = 0
+        self._number, self._fronts = 0, 1
         self._start: dict[str, Any] = {}
         self._loads: RemoteModelControl | None = None
         self._custom_metrics: list[str] = []
@@ -156,7 +157,7 @@ class FrontProcess:
 
     def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
         settings = msgspec.convert(message["settings"], Settings)
-        self._start, self._number = message, message["front"]
+        self._start, self._number, self._fronts = message, message["front"], settings.front_count
         log = settings.log
         setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
         log_uncaught()
@@ -165,6 +166,7 @@ class FrontProcess:
         self._relay = RelayClient(RelayChannel.join(message["relay"], fds[1:RELAY_END]))
         balancer = AcceptBalancer(self._number, settings.front_count, fds[RELAY_END:])
         self._front = Front(settings, Engine(self._catalog), registry, self._loads, balancer=balancer)
+        self._front.started_ns = message["started_ns"]
         self._relay.open()
         self._front.custom_metrics = lambda: self._custom_metrics
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
@@ -181,7 +183,12 @@ class FrontProcess:
         self._control.send({"op": "note", "part": part, "content": json.dumps(content)})
 
     def _open(self, message: dict[str, Any], fds: list[int]) -> None:
-        followed = self._versions.get(message["version"]) or self._follow(message)
+        counts, *fds = fds
+        followed = self._versions.get(message["version"])
+        if followed is None:
+            followed = self._follow(message, CountsMemory(self._fronts, self._number, counts))
+        else:  # another part of it
+            os.close(counts)
         self._parts[message["id"]] = message["version"]
         if message["geometry"] is not None:
             queue = self._open_queue(followed.version, Arena.join(message, fds))
@@ -192,15 +199,18 @@ class FrontProcess:
             SCHEDULER.put(followed.version, self._cached(followed.version, inner, message["cached"]))
         self._control.send({"op": "opened", "id": message["id"]})
 
-    def _follow(self, message: dict[str, Any]) -> FollowedVersion:
+    def _follow(self, message: dict[str, Any], memory: CountsMemory) -> FollowedVersion:
         """Make the version that a part is opened of for the first time."""
+        memory.close_fd()
         version = Version(
             message["model"], message["number"], Path(message["folder"]), load_config_json(message["config"])
         )
         version.describe(_read_specs(message["inputs"]), _read_specs(message["outputs"]))
         if message["text"] is not None:
             version.text = msgspec.convert(message["text"], Info)
-        counters_of(version).load_s = float(message["load_s"])
+        counters = COUNTERS.put(version, RequestCounters(memory))
+        counters.load_s = float(message["load_s"])
+        counters.warm_ups = msgspec.convert(message["warm_ups"], list[WarmUp])
         if message["relayed"]:
             SCHEDULER.put(version, RelayScheduler(self._relay, message["version"]))
         followed = self._versions[message["version"]] = FollowedVersion(version)

@@ -96,8 +96,9 @@ def _spreads(one: ShownVersion, *, cached: bool) -> Iterator[tuple[str, Took, ar
         if not (kept and took is counts.success):
             yield name, took, spread
     if kept:
-        yield NAMES[5][0], counts.cache_hit, array("Q", counters.hit_spread)
-        yield NAMES[6][0], counts.cache_miss, array("Q", counters.miss_spread)
+        hits, misses = counters.cache_spreads()
+        yield NAMES[5][0], counts.cache_hit, array("Q", hits)
+        yield NAMES[6][0], counts.cache_miss, array("Q", misses)
 
 
 Family = tuple[str, str, Callable[[VersionCounts], float]]

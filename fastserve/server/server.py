@@ -207,7 +207,15 @@ class Server:
         self.on_stop: Callable[[bool], None] | None = None
         """Called when a client has asked for the end, with whether to wait for what is under way."""
         self.front.stop = loads.stop = self.stop_asked
-        self.fronts = FrontPool(settings, self.catalog, self.host, self.registry, loads, self.front.balancer)
+        self.fronts = FrontPool(
+            settings,
+            self.catalog,
+            self.host,
+            self.registry,
+            loads,
+            self.front.balancer,
+            self.front.started_ns,
+        )
         self.front.spread, self.fronts.hear = self.fronts.spread, self.front.hear
         self.fronts.on_silent = self._health_changed
         self.front.passed_on = passed_on or InheritedSockets()
@@ -335,6 +343,7 @@ class Server:
         self._gauges.show_keys(self.front.gate)
         self._gauges.show_queues(self.host.hosted.values())
         self._gauges.show_workers(self.host.hosted.values())
+        self.host.show_waiting()
         self.fronts.tell_custom_metrics(self.host.callbacks.metrics.write())
         self.fronts.tell_catalog()  # labels move without a version that does
 

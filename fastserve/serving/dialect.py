@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -80,6 +81,8 @@ class ServingContext:
     meant for one of them."""
     state: ReplicatedState = field(default_factory=ReplicatedState)
     """State that clients change and all front processes have alike."""
+    started_ns: int = field(default_factory=monotonic_ns)
+    """When the server started."""
 
 
 class ListenerPolicy(Enum):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fastserve._ext.response_cache import (
+    COUNTS_BYTES,
     ENTRY_BYTES,
     WHOLE_BYTES,
     Counts,
@@ -30,10 +31,18 @@ def ignore(ns: int, others: int, *, hit: bool) -> None:
     assert others in (1, 16)
 
 
+def count_lookups() -> Counts:
+    return Counts(ignore, bytearray(COUNTS_BYTES))
+
+
 class Both(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.ours, self.plain, self.counts = self.make(), PlainCache(CAPACITY), Counts(ignore)
+        self.ours, self.plain, self.counts = (
+            self.make(),
+            PlainCache(CAPACITY),
+            count_lookups(),
+        )
         self.misses: dict[bytes, Miss] = {}
 
     def make(self) -> ResponseCache:
@@ -94,7 +103,7 @@ def test_keys(head: bytes, inputs: list[bytes]) -> None:
 
 
 def test_who_waits_is_told_once() -> None:
-    cache, counts, told = ResponseCache(1 << 20), Counts(ignore), []
+    cache, counts, told = ResponseCache(1 << 20), count_lookups(), []
     miss = cache.find(b"h", [b"1"], counts)
     assert isinstance(miss, Miss)
     for number in range(2):
@@ -121,7 +130,7 @@ def test_who_waits_is_told_once() -> None:
 def test_times_are_told_and_stand_for_all() -> None:
     said: list[tuple[int, bool]] = []
     cache = ResponseCache(1 << 20)
-    counts = Counts(lambda ns, others, *, hit: said.append((others, hit)))
+    counts = Counts(lambda ns, others, *, hit: said.append((others, hit)), bytearray(COUNTS_BYTES))
     for number in range(64):
         miss = cache.find(b"h", [bytes([number])], counts)
         assert isinstance(miss, Miss)
@@ -136,7 +145,7 @@ def test_times_are_told_and_stand_for_all() -> None:
 
 
 def test_nothing_for_the_garbage_collector() -> None:
-    cache, counts = ResponseCache(1 << 30), Counts(ignore)
+    cache, counts = ResponseCache(1 << 30), count_lookups()
     form = ("form",)
     gc.collect()
     before = len(gc.get_objects())
@@ -150,7 +159,7 @@ def test_nothing_for_the_garbage_collector() -> None:
 
 
 def test_what_is_no_memory_is_refused_and_nothing_is_under_way() -> None:
-    cache, counts = ResponseCache(1 << 20), Counts(ignore)
+    cache, counts = ResponseCache(1 << 20), count_lookups()
     with pytest.raises(TypeError):
         cache.find(b"h", [object()], counts)  # type: ignore[list-item]
     assert (cache.waiting(), cache.misses) == ({}, 0)

@@ -23,7 +23,7 @@ from fastserve._ext.response_cache import (
     lay_out_shared,
     shared_bytes,
 )
-from tests.ext.test_response_cache import CAPACITY, Both, ignore
+from tests.ext.test_response_cache import CAPACITY, Both, count_lookups
 from tests.ext.test_torn_verbs import PAGE, died
 
 HEAD = b"h" * 8
@@ -99,13 +99,13 @@ def test_hits_of_another_process_are_the_same_bytes() -> None:
 
     def keep_all() -> None:
         cache = SharedResponseCache(memory, capacity)
-        assert not any(use(cache, Counts(ignore), number) for number in range(60))
+        assert not any(use(cache, count_lookups(), number) for number in range(60))
 
     pid, pipe = child_of(keep_all)
     assert os.read(pipe, 1) == b"k"
     os.waitpid(pid, 0)
     os.close(pipe)
-    cache, counts = SharedResponseCache(memory, capacity), Counts(ignore)
+    cache, counts = SharedResponseCache(memory, capacity), count_lookups()
     assert all(use(cache, counts, number) for number in range(60))
     assert (len(cache), cache.hits, cache.misses, counts.hits, counts.misses) == (60, 60, 60, 60, 0)
 
@@ -118,12 +118,16 @@ def test_processes_that_are_killed_while_they_use_it(seed: int) -> None:
     enough = mmap.mmap(-1, 1)  # were killed: a slow machine takes long to fork
 
     def hammer() -> None:
-        cache, counts, own = SharedResponseCache(memory, capacity), Counts(ignore), random.Random(os.getpid())
+        cache, counts, own = (
+            SharedResponseCache(memory, capacity),
+            count_lookups(),
+            random.Random(os.getpid()),
+        )
         while True:
             use(cache, counts, int(own.paretovariate(0.6)) % 400)
 
     def check() -> None:
-        cache, counts, own = SharedResponseCache(memory, capacity), Counts(ignore), random.Random(1)
+        cache, counts, own = SharedResponseCache(memory, capacity), count_lookups(), random.Random(1)
         hits = uses = 0
         while uses < 20_000 or not enough[0]:
             hits, uses = hits + use(cache, counts, own.randrange(80)), uses + 1
@@ -160,7 +164,7 @@ def test_a_death_at_a_store_into_any_page() -> None:
     """A process dies at its first store into a page, mostly with the table taken; the next one goes on."""
     capacity, deaths = 64 * ENTRY_BYTES + 20_000, 0
     memory = make_memory(capacity)
-    cache, counts = SharedResponseCache(memory, capacity), Counts(ignore)
+    cache, counts = SharedResponseCache(memory, capacity), count_lookups()
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
     def protect_and_use(page: int) -> None:
@@ -168,7 +172,7 @@ def test_a_death_at_a_store_into_any_page() -> None:
         assert ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(PAGE), read_only) == 0
         mine = SharedResponseCache(memory, capacity)
         for number in range(150):
-            use(mine, Counts(ignore), number)
+            use(mine, count_lookups(), number)
 
     pages = len(memory) // PAGE
     for page in range(pages):
@@ -190,7 +194,7 @@ def stopped_with_the_table(memory: mmap.mmap, capacity: int) -> int:
         def hammer() -> None:
             cache, number = SharedResponseCache(memory, capacity), 0
             while True:
-                use(cache, Counts(ignore), number)
+                use(cache, count_lookups(), number)
                 number += 1
 
         pid, pipe = child_of(hammer)
@@ -211,7 +215,7 @@ def test_a_process_that_is_stopped_with_the_table_holds_nobody_up() -> None:
     capacity = 1 << 20
     memory = make_memory(capacity)
     pid = stopped_with_the_table(memory, capacity)
-    cache, counts = SharedResponseCache(memory, capacity), Counts(ignore)
+    cache, counts = SharedResponseCache(memory, capacity), count_lookups()
     began = time.monotonic()
     assert not use(cache, counts, 5), "as if it were not there"
     assert not use(cache, counts, 5)
@@ -237,7 +241,7 @@ def test_memory_that_is_no_table() -> None:
 
 
 def test_an_entry_larger_than_everything_is_not_kept() -> None:
-    cache, counts = SharedResponseCache(make_memory(2000), 2000), Counts(ignore)
+    cache, counts = SharedResponseCache(make_memory(2000), 2000), count_lookups()
     miss: Any = cache.find(HEAD, [b"x"], counts)
     miss.keep("form", [bytes(2000)])
     miss.close()

@@ -1,8 +1,8 @@
 """TensorFlow Serving's own metrics page (spec 6.5): its names, its bounds, its text form.
 
-Counters of calls are of this front process alone; the server's `/metrics` adds up several. A call costs two
-dict lookups and a bisection. Batches and warm-ups are read at a scrape from what every version counts anyway,
-and are of all APIs and front processes.
+All numbers are sums over the front processes: calls are counted in the registry's memory, for two dict
+lookups each, and `/metrics` does not show them. Batches and warm-ups are read at a scrape from what every
+version counts anyway, and are of all APIs.
 
 The text differs from Prometheus' usual one: no HELP lines, braces even without labels, `:` in
 names, upper bounds that are exclusive, numbers of six significant digits.
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from math import nextafter
 
 from fastserve.codec.json_text import to_bytes
-from fastserve.engine import RequestCounters, counters_of
+from fastserve.engine import counters_of
+from fastserve.metrics import Metric, Registry
 from fastserve.metrics.quantiles import middle_ns
 from fastserve.repository.model_config import round_up
-from fastserve.repository.version import Version
+from fastserve.repository.version import Version, VersionState
+from fastserve.serving.dialect import ServingContext
 
 REQUEST_COUNT = "/tensorflow/serving/request_count"
 REQUEST_LATENCY = "/tensorflow/serving/request_latency"
@@ -54,41 +56,53 @@ class PageHistogram:
         self.total += value * times
 
 
+def _histogram(name: str, bounds: Sequence[float], *labels: str) -> Metric:
+    ends = tuple(nextafter(bound, 0) for bound in bounds)  # in the registry a bound belongs to its bucket
+    return Metric(f"_tfserving_{name}", "See the dialect's own page.", "histogram", labels, ends)
+
+
+CALLS = Metric("_tfserving_calls", "See the dialect's own page.", "counter", ("model", "status"))
+LATENCIES = _histogram("latency_us", LATENCY_BOUNDS_US, "model", "api", "entrypoint")
+RUNTIMES = _histogram("runtime_us", LATENCY_BOUNDS_US, "model", "api")
+EXAMPLES = _histogram("examples", EXAMPLE_BOUNDS, "model")
+
+
 class TFServingMonitor:
     """Counts of calls. Names nobody serves share one series, so that clients cannot add series."""
 
-    def __init__(self, known: Collection[str]) -> None:
-        self._known = known
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._latency: dict[tuple[str, str, str], PageHistogram] = defaultdict(PageHistogram)
-        self._runtime: dict[tuple[str, str], PageHistogram] = defaultdict(PageHistogram)
-        self._examples: dict[str, PageHistogram] = {}
+    def __init__(self, known: Collection[str], registry: Registry) -> None:
+        self._known, self._registry = known, registry
+        self._calls = registry.counters(CALLS)
+        self._latency = registry.histograms(LATENCIES)
+        self._runtime = registry.histograms(RUNTIMES)
+        self._examples = registry.histograms(EXAMPLES)
 
     def count(self, model: str, status: str) -> None:
         """One call answered with that code name (`OK`, `NOT_FOUND`, ...)."""
-        self._calls[model if model in self._known else "", status] += 1
+        self._calls.of(model if model in self._known else "", status).add()
 
     def time(self, model: str, api: str, took_us: float, entrypoint: str = "REST") -> None:
         """How long one successful inference took. `model` is one that is served."""
-        self._latency[model, api, entrypoint].add(took_us)
+        self._latency.of(model, api, entrypoint).observe(took_us)
 
     def run(self, model: str, api: str, ran_us: float) -> None:
         """How long its rows waited for their batch and were run; `api` in the words of gRPC."""
-        self._runtime[model, api].add(ran_us)
+        self._runtime.of(model, api).observe(ran_us)
 
     def examples(self, model: str, count: int) -> None:
         """One MultiInference was answered well, of so many examples."""
-        self._examples.setdefault(model, PageHistogram(bounds=EXAMPLE_BOUNDS)).add(count)
+        self._examples.of(model).observe(count)
 
     def write(self, more: Sequence[str] = ()) -> bytes:
         """The page: the calls, then the lines of others."""
+        (found,) = self._registry.read(CALLS)
         calls = [
-            ({"model_name": model, "status": status}, value)
-            for (model, status), value in sorted(self._calls.items())
+            ({"model_name": model, "status": status}, int(value))
+            for (model, status), (value,) in sorted(found.items())
         ]
         spreads = [
             ({"model_name": model, "API": api, "entrypoint": entrypoint}, spread)
-            for (model, api, entrypoint), spread in sorted(self._latency.items())
+            for (model, api, entrypoint), spread in self._read(LATENCIES, LATENCY_BOUNDS_US)
         ]
         lines = write_series(REQUEST_COUNT, "counter", calls)
         lines += write_histogram(REQUEST_LATENCY, LATENCY_BOUNDS_US, spreads)
@@ -98,14 +112,21 @@ class TFServingMonitor:
     def _write_runs(self) -> list[str]:
         runs = [
             ({"model_name": model, "API": api, "runtime": RUNTIME}, spread)
-            for (model, api), spread in sorted(self._runtime.items())
+            for (model, api), spread in self._read(RUNTIMES, LATENCY_BOUNDS_US)
         ]
-        counts = [({"model": model}, spread) for model, spread in sorted(self._examples.items())]
+        counts = [({"model": model}, spread) for (model,), spread in self._read(EXAMPLES, EXAMPLE_BOUNDS)]
         totals = [(labels, int(spread.total)) for labels, spread in counts]
         return [
             *write_histogram(RUNTIME_LATENCY, LATENCY_BOUNDS_US, runs),
             *write_histogram(EXAMPLE_COUNTS, EXAMPLE_BOUNDS, counts),
             *write_series(EXAMPLE_TOTAL, "counter", totals),
+        ]
+
+    def _read(self, metric: Metric, bounds: Sequence[float]) -> list[tuple[tuple[str, ...], PageHistogram]]:
+        (found,) = self._registry.read(metric)
+        return [
+            (labels, PageHistogram([*map(int, counts)], total, bounds))
+            for labels, (*counts, total) in sorted(found.items())
         ]
 
 
@@ -162,6 +183,7 @@ def _before_digit(name: str) -> str:
 SESSION = "/tensorflow/serving/batching_session/"
 WAIT_BOUNDS_US = tuple(100 * 1.2**bucket for bucket in range(52))
 SIZE_BOUNDS = tuple(2.0**exponent for exponent in range(14))
+_RUNNING = (VersionState.AVAILABLE, VersionState.UNLOADING)
 POOL = "batch_threads"
 """The original's name of threads that nobody has named."""
 
@@ -180,24 +202,46 @@ class SessionCounts:
         self.waited_ns += other.waited_ns
 
 
+RUNS = Metric("_tfserving_runs", "Of versions that are gone.", "counter", ("rows", "filled"))
+WAITS = Metric("_tfserving_waits", "Of versions that are gone.", "counter", ("bucket",))
+WAITED_NS = Metric("_tfserving_waited_ns", "Of versions that are gone.", "counter")
+
+
 class BatchSessions:
-    """Counts of the batches that a server's versions have run; those of versions that are gone are kept."""
+    """Counts of the batches that a server's versions have run. The owner of the models keeps those of
+    versions that are gone."""
 
-    def __init__(self) -> None:
-        self._now: dict[RequestCounters, SessionCounts] = {}
-        self._gone = SessionCounts()
+    def __init__(self, context: ServingContext) -> None:
+        self._registry, self._catalog = context.registry, context.engine.catalog
+        if context.state.ask is None:  # this is the owner
+            self._catalog.on_change.append(self._keep)
 
-    def write(self, versions: Iterable[Version]) -> list[str]:
-        """The lines, with these versions as those that are there; none before the first batch."""
-        batching = [version for version in versions if version.batching and counters_of(version).queues]
-        now = {counters_of(version): _count_batches(version) for version in batching}
-        for counters in self._now.keys() - now.keys():
-            self._gone.add(self._now[counters])
-        self._now = now
-        total = SessionCounts()
-        for seen in chain([self._gone], now.values()):
-            total.add(seen)
+    def write(self) -> list[str]:
+        """The lines; none before the first batch."""
+        total = self._read_gone()
+        for model in self._catalog.models.values():
+            for version in model.versions.values():
+                if version.batching and version.state in _RUNNING:
+                    total.add(_count_batches(version))
         return _write_batches(total) if total.runs else []
+
+    def _keep(self, version: Version) -> None:
+        if version.state is not VersionState.END or not version.batching:
+            return
+        gone, registry = _count_batches(version), self._registry
+        for (rows, filled), runs in gone.runs.items():
+            registry.counters(RUNS).of(rows, filled).add(runs)
+        for bucket, count in gone.waits.items():
+            registry.counters(WAITS).of(bucket).add(count)
+        registry.counters(WAITED_NS).of().add(gone.waited_ns)
+
+    def _read_gone(self) -> SessionCounts:
+        runs, waits, waited = self._registry.read(RUNS, WAITS, WAITED_NS)
+        return SessionCounts(
+            Counter({(int(rows), int(filled)): int(count) for (rows, filled), (count,) in runs.items()}),
+            Counter({int(bucket): int(count) for (bucket,), (count,) in waits.items()}),
+            sum(int(ns) for (ns,) in waited.values()),
+        )
 
 
 def _count_batches(version: Version) -> SessionCounts:

@@ -185,7 +185,7 @@ class TFServingService(DialectService):
         self.tells_ready = context.settings.kserve_replies
         self.message_bytes = context.settings.grpc_options.message_bytes
         self.headers = CORS_HEADERS if options.cors else ()
-        self.monitor = TFServingMonitor(self.catalog.models)
+        self.monitor = TFServingMonitor(self.catalog.models, context.registry)
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
         self.signatures = PerVersion(self.keepers, SignatureViews)
 

@@ -51,11 +51,11 @@ TEXT = b"text/plain"
 
 
 class TFServing(Dialect):
-    """The dialect of one front process. It holds no state but counters."""
+    """The dialect of one front process."""
 
     def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
         self._service = TFServingService(context, options)
-        self._sessions = BatchSessions()
+        self._sessions = BatchSessions(context)
 
     def route(self, method: str, target: str) -> Route | None:
         """The route of a target, None when it is not under /v1/, KServe's / or the metrics page."""
@@ -132,7 +132,7 @@ class TFServing(Dialect):
 
     def _page(self, call: Call) -> None:
         models = self._service.catalog.models.values()
-        more = self._sessions.write([version for model in models for version in model.available()])
+        more = self._sessions.write()
         more += write_warm_ups([version for model in models for version in model.versions.values()])
         call.reply(200, self._service.monitor.write(more), TEXT)
 

@@ -6,9 +6,8 @@ ServerStatus has every model with its configuration, versions and counts.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from functools import partial
 from time import monotonic_ns
 from typing import Any
@@ -22,10 +21,9 @@ from fastserve.dialects.triton_v1.service import (
     NV_STATUS,
     SERVER_ID,
     V1Service,
-    VersionRequestCounts,
     durations,
 )
-from fastserve.engine import Took, counts_of
+from fastserve.engine import Took, counters_of
 from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
 from fastserve.metrics import ServerState
 from fastserve.net.limits import JSON
@@ -63,10 +61,10 @@ def write_status(service: V1Service, model: str) -> Any:
         _fill_model(service, message.model_status[name], models[name])
     if not model:
         counts = service.statistics
-        _fill_durations(message.status_stats.success, counts.status)
-        _fill_durations(message.health_stats.success, counts.health)
-        _fill_durations(message.model_control_stats.success, counts.control)
-        _fill_durations(message.repository_stats.success, counts.repository)
+        _fill_durations(message.status_stats.success, counts.of("status"))
+        _fill_durations(message.health_stats.success, counts.of("health"))
+        _fill_durations(message.model_control_stats.success, counts.of("control"))
+        _fill_durations(message.repository_stats.success, counts.of("repository"))
     return message
 
 
@@ -81,16 +79,17 @@ def _fill_model(service: V1Service, target: Any, model: Model) -> None:
         fill_config(target.config, shown)
     target.config.name = model.name
     for number, version in model.versions.items():
-        _fill_version(target.version_status[number], version, service.statistics.of(version))
+        _fill_version(target.version_status[number], version)
 
 
-def _fill_version(target: Any, version: Version, sizes: VersionRequestCounts) -> None:
-    known = counts_of(version)
+def _fill_version(target: Any, version: Version) -> None:
+    counters = counters_of(version)
+    known = counters.read()
     state, reason = triton_state(version)
     target.ready_state = STATES[state]
     if reason:
         target.ready_state_reason.message = reason
-    for batch_size, counts in sizes.items():
+    for batch_size, counts in counters.by_size().items():
         stats = target.infer_stats[batch_size]
         for name, took in durations(known, counts):
             if took.count:
@@ -117,19 +116,19 @@ class V1Calls:
 
     def health(self, mode: str) -> bool:
         """Return whether the server is `live`, or `ready`. Raises ServeError for another mode."""
-        with _counted(self._counts.health):
+        with self._counts.counted("health"):
             if mode not in ("live", "ready"):
                 raise ServeError(Kind.UNKNOWN, f"unknown health mode '{mode}'")
             return mode == "live" or self._service.readiness.ready
 
     def status(self, name: str) -> Any:
         """Return the ServerStatus of one model, or of all for ""."""
-        with _counted(self._counts.status):
+        with self._counts.counted("status"):
             return write_status(self._service, name)
 
     async def index(self) -> Any:
         """Return the ModelRepositoryIndex: every model folder, loaded or not."""
-        with _counted(self._counts.repository):
+        with self._counts.counted("repository"):
             message = self._messages.ModelRepositoryIndex()
             for name in sorted(await self._service.repository.names()):
                 message.models.add(name=name)
@@ -137,7 +136,7 @@ class V1Calls:
 
     async def control(self, name: str, *, load: bool) -> None:
         """Load, reload or unload a model; unloading an unknown one does nothing."""
-        with _counted(self._counts.control):
+        with self._counts.counted("control"):
             repository = self._service.repository
             must_be_explicit(repository)
             try:
@@ -184,13 +183,6 @@ class V1Calls:
             if fault.kind is not Kind.INVALID_ARGUMENT:
                 raise
             raise invalid(f"{failed} '{name}'") from None
-
-
-@contextlib.contextmanager
-def _counted(took: Took) -> Iterator[None]:
-    began_ns = monotonic_ns()
-    yield
-    took.add(monotonic_ns() - began_ns)
 
 
 TEXT = b"text/plain"

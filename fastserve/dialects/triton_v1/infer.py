@@ -244,9 +244,10 @@ class HeaderCache:
     def open(cls, service: V1Service, replies: Replies, version: Version) -> Self | None:
         """Return the cache of a version; None for a version without a fast path."""
         served = service.served.of(version)
+        counted = served.counters.answered
 
         def answered(prepared: PreparedHeader, took_ns: int, ran_ns: int) -> None:
-            served.counts[prepared.rows].success.add(took_ns)
+            counted(prepared.rows, took_ns, well=True)
 
         def refused(
             exchange: Any, prepared: PreparedHeader, header: RequestHeader, fault: ServeError
@@ -466,7 +467,7 @@ class V1InferRequest(RegionRequest):
 
     def answered(self, took_ns: int) -> None:
         assert self._served is not None
-        self._served.counts[self._header.batch_size].success.add(took_ns)
+        self._served.counters.answered(self._header.batch_size, took_ns, well=True)
 
     def refused(self, fault: ServeError) -> None:
         served, header = self._served, self._header

@@ -1,7 +1,8 @@
 """The state of one front process: statuses, counts by batch size, replies (spec 1, 3, 4, 8).
 
-How many requests of each batch size there were and how long they took is counted here, per front process. The
-engine's stages are counted for all batch sizes together (`engine.counters`) and shared out evenly.
+How many requests of each batch size there were and how long they took is counted with the version
+(`engine.counters`), over all front processes. The engine's stages are counted for all batch sizes together
+and shared out evenly.
 
 All requests of one shape have the same InferResponseHeader of raw outputs, except for its last field, `id`.
 The part before it is written once and cached in each of its three forms.
@@ -9,21 +10,22 @@ The part before it is written once and cached in each of its three forms.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from time import monotonic_ns
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from fastserve._ext.proto_wire import WireFault
 from fastserve._ext.proto_wire_v1 import write_v1_header, write_v1_response
 from fastserve.codec.byte_formats import write_varint
 from fastserve.dialects.triton_v1.request import Buffer, OutputHeader, RequestHeader, write_dims
-from fastserve.engine import Took, VersionCounts
+from fastserve.engine import RequestCounters, SizeCounts, Took, VersionCounts, counters_of
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid
+from fastserve.metrics import Metric, Registry
 from fastserve.net.request import Call
 from fastserve.net.router import fault_headers
 from fastserve.protos import load
@@ -64,38 +66,31 @@ STATUS_OF: dict[Kind, str] = {
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 
 
-@dataclass(slots=True)
-class BatchSizeCounts:
-    """The requests of one batch size."""
-
-    success: Took = field(default_factory=Took)
-    failed: Took = field(default_factory=Took)
+CALLS = Metric("_triton_v1_calls", "Calls besides inference answered well.", "counter", ("call",))
+CALLS_NS = Metric("_triton_v1_calls_ns", "Their time.", "counter", ("call",))
 
 
-class VersionRequestCounts(dict[int, BatchSizeCounts]):
-    """The requests of one loaded version by batch size."""
+class CallStatistics:
+    """Counts of the calls besides inference, over all front processes."""
 
-    def __missing__(self, batch_size: int) -> BatchSizeCounts:
-        found = self[batch_size] = BatchSizeCounts()
-        return found
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
+    @contextlib.contextmanager
+    def counted(self, call: str) -> Iterator[None]:
+        """Count a call and its time, unless it fails."""
+        began_ns = monotonic_ns()
+        yield
+        self._registry.counters(CALLS).of(call).add()
+        self._registry.counters(CALLS_NS).of(call).add(monotonic_ns() - began_ns)
 
-class V1Statistics:
-    """The counts of every version; they begin at zero when a version is loaded again."""
-
-    def __init__(self) -> None:
-        self._found: WeakKeyDictionary[Version, VersionRequestCounts] = WeakKeyDictionary()
-        self.control = Took()
-        self.health = Took()
-        self.status = Took()
-        self.repository = Took()
-
-    def of(self, version: Version) -> VersionRequestCounts:
-        """Return the counts of this version, zero for a new one."""
-        return self._found.setdefault(version, VersionRequestCounts())
+    def of(self, call: str) -> Took:
+        """Return how many calls there were, and their time."""
+        calls, times = self._registry.read(CALLS, CALLS_NS)
+        return Took(*(int(found.get((call,), (0,))[0]) for found in (calls, times)))
 
 
-def durations(known: VersionCounts, counts: BatchSizeCounts) -> Iterator[tuple[str, Took]]:
+def durations(known: VersionCounts, counts: SizeCounts) -> Iterator[tuple[str, Took]]:
     """Yield the fields of InferRequestStats for one batch size; `known` has the counts of all sizes."""
     means = {stage: getattr(known, stage).ns / max(known.success.count, 1) for stage in STAGES}
     count = counts.success.count
@@ -120,7 +115,7 @@ class ServedVersion:
 
     view: ModelView
     answers: AnswerWriter
-    counts: VersionRequestCounts
+    counters: RequestCounters
 
 
 class V1UnknownModel(ServeError):
@@ -132,15 +127,15 @@ class V1Service(DialectService):
 
     def __init__(self, context: ServingContext) -> None:
         super().__init__(context, "triton_v1")
-        self.statistics = V1Statistics()
+        self.statistics = CallStatistics(context.registry)
         self._codes: dict[str, int] = dict(load("triton_v1").RequestStatusCode.items())
-        self.started_ns = monotonic_ns()
+        self.started_ns = context.started_ns
         self.next_id: Callable[[], int] = itertools.count(1).__next__
         self.served = PerVersion(self.keepers, self._serve)
 
     def _serve(self, version: Version) -> ServedVersion:
         view = self.views.of(version)
-        return ServedVersion(view, AnswerWriter(view), self.statistics.of(version))
+        return ServedVersion(view, AnswerWriter(view), counters_of(version))
 
     def find(self, model: str, number: int | None) -> ServedVersion:
         """Return the available version, the highest for None. Raises ServeError UNAVAILABLE (spec 3.4)."""
@@ -159,7 +154,7 @@ class V1Service(DialectService):
         model, since_ns = served.view.model, exchange.received_ns
         self.count_fault(model, fault, exchange)
         if 1 <= batch_size <= max(1, served.view.max_batch_size):  # a client may send any batch size
-            served.counts[batch_size].failed.add(monotonic_ns() - since_ns)
+            served.counters.answered(batch_size, monotonic_ns() - since_ns, well=False)
 
     def status_line(self, fault: ServeError | None) -> bytes:
         """Return RequestStatus in one line of text: the value of NV-Status."""

@@ -112,9 +112,8 @@ class CachedScheduler(Scheduler):
         """`number`: of the version's keys, in a front process that does not own the models."""
         self.inner = inner
         self.keys = CacheKeys(number)
-        self.cache, self.counts = cache, Counts(counters.looked)
+        self.cache, self.counts = cache, counters.cached()
         self.died_with_it = inner.died_with_it
-        counters.cached = self.counts
 
     async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         head, memory = self.keys.of(version, request)

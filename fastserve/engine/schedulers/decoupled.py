@@ -142,7 +142,7 @@ class PartReader:
         """Take one part from the queue, and its slab with it."""
         now_ns = time.monotonic_ns()
         if not self._last_ns:
-            self._first.observe((now_ns - self._asked_ns) / 1e6)
+            self._first.observe(now_ns - self._asked_ns)
         before_ns = self._last_ns or self._queue.ring.times_ns(self._lease >> 16)[2] or now_ns
         self._last_ns = now_ns
         self._came.append((offset, nbytes, final, now_ns - before_ns))

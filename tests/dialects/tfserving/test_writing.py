@@ -23,6 +23,7 @@ from fastserve.dialects.tfserving.monitoring import (
 )
 from fastserve.dialects.tfserving.predict import write_predict
 from fastserve.errors import Kind, ServeError
+from fastserve.metrics import Registry
 from fastserve.net.router import CANONICAL_STATUS
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
@@ -193,13 +194,15 @@ def test_latency_bounds(vector: Vector) -> None:
 
 
 def test_metrics_page() -> None:
-    monitor = TFServingMonitor({"m"})
+    registry = Registry()
+    monitor = TFServingMonitor({"m"}, registry)
     monitor.count("m", "OK")
     monitor.count("nobody 1", "NOT_FOUND")
     monitor.count("nobody 2", "NOT_FOUND")
     monitor.time("m", "predict", 10.0)
     monitor.time("m", "predict", 9.5)
     lines = monitor.write().decode().split("\n")
+    registry.close()
     labels = 'model_name="m",API="predict",entrypoint="REST"'
     assert lines[:6] == [
         "# TYPE :tensorflow:serving:request_count counter",
