@@ -189,6 +189,11 @@ CATALOGUE: dict[str, Metric] = {
     metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)
 }
 
+# Front processes themselves, for dialects' own pages: /metrics leaves them out.
+FRONT_CPU_US = Metric("_front_cpu_us", "CPU time of front processes.", "counter")
+
+FRONT_RESIDENT = Metric("_front_resident_bytes", "Resident memory of front processes.", "gauge")
+
 # The values `cause`, `stage`, `sealed` and `result` may have; other texts are a mistake in the server.
 REJECT_CAUSES = ("queue_rows", "queue_bytes", "deadline", "draining", "no_worker", "too_large", "invalid")
 

@@ -64,12 +64,17 @@ class SpreadWindow:
     clock: Callable[[], int] = time.monotonic_ns
     _seen: deque[tuple[int, array[int]]] = field(default_factory=deque)
 
+    def growth(self, counts: array[int]) -> list[int]:
+        """Return the growth of each count, and keep nothing."""
+        old = self._seen[0][1] if self._seen else array("Q", bytes(8 * len(counts)))
+        return [max(new - before, 0) for new, before in zip(counts, old, strict=True)]
+
     def since(self, counts: array[int]) -> list[int]:
-        """Return the growth of each count."""
+        """Return the growth of each count, and keep the counts."""
         now = self.clock()
         while len(self._seen) > 1 and self._seen[1][0] <= now - WINDOW_NS:
             self._seen.popleft()
         if not self._seen:  # in the first minute, everything there was
             self._seen.append((now, array("Q", bytes(8 * len(counts)))))
         self._seen.append((now, counts))
-        return [max(new - old, 0) for new, old in zip(counts, self._seen[0][1], strict=True)]
+        return self.growth(counts)

@@ -1,6 +1,7 @@
 """Registry of meters in memory that all front processes share, and each model's last failed requests.
 
-Failed requests are for the operator's page: error text and request id. Each front process keeps its own.
+Failed requests are for the operator's page: error text and request id. The owner keeps those of all front
+processes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ LAST_REFUSALS = 4  # requests of a model that their clients got wrong
 FAILURE_CHARACTERS = 300  # of the text of one
 
 FAILED_MODELS = 1024  # with failed requests; beyond, the model that failed least recently is forgotten
+
+FAILURES_TAKEN = 64  # models whose failed requests a front process hands over at once
 
 # Faults of the client say nothing of the model.
 CLIENT_FAULTS = frozenset(
@@ -72,7 +75,9 @@ class FairList:
             del kept[next(i for i, one in enumerate(kept) if one.host == host)]
 
     def newest_first(self) -> list[FailedRequest]:
-        return self._kept[::-1]
+        # Not as they came: other front processes tell theirs later.
+        order = sorted(enumerate(self._kept), key=lambda placed: (placed[1].at, placed[0]), reverse=True)
+        return [failed for _, failed in order]
 
 
 class FailedRequests:
@@ -85,13 +90,22 @@ class FailedRequests:
     def add(self, model: str, kind: str, message: str, request_id: str, address: str = "") -> None:
         """Keep one. `model` is a name that is served, so that clients cannot add any; `address` is the
         client's HOST:PORT."""
+        host = address.rpartition(":")[0]
+        self.keep(model, FailedRequest(time(), kind, message[:FAILURE_CHARACTERS], request_id, host))
+
+    def keep(self, model: str, failed: FailedRequest) -> None:
+        """Keep one, as another front process has written it."""
         lists = self._of.pop(model, None) or (FairList(LAST_FAILURES), FairList(LAST_REFUSALS))
         self._of[model] = lists  # the last one now
         if len(self._of) > FAILED_MODELS:
             del self._of[next(iter(self._of))]
-        host = address.rpartition(":")[0]
-        failed = FailedRequest(time(), kind, message[:FAILURE_CHARACTERS], request_id, host)
-        lists[kind in CLIENT_FAULTS].add(failed)
+        lists[failed.kind in CLIENT_FAULTS].add(failed)
+
+    def take(self) -> list[tuple[str, FailedRequest]]:
+        """Return those of some models, with their models, and keep them no longer."""
+        models = list(self._of)[:FAILURES_TAKEN]
+        taken = [(model, self._of.pop(model)) for model in models]
+        return [(model, one) for model, lists in taken for kept in lists for one in kept.newest_first()[::-1]]
 
     def of(self, model: str) -> list[FailedRequest]:
         """Return the requests that the model or the server failed, the newest first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -148,7 +149,7 @@ class FrontGauges:
         self._registry = registry
         self._refused: Counter[tuple[str, str]] = Counter()
         self._refused_memory = 0
-        self._due_ns = 0
+        self._due_ns = self._cpu_us = 0
         self._devices: WeakKeyDictionary[Version, tuple[int, int]] = WeakKeyDictionary()
         self._turn: list[tuple[WorkerId, int]] = []  # workers whose memory is read next, and their pids
         self._read: set[WorkerId] = set()
@@ -171,6 +172,10 @@ class FrontGauges:
         if self._due_ns:
             registry.histograms(names.LOOP_DELAY).of().observe_ns(max(now_ns - self._due_ns, 0))
         self._due_ns = now_ns + int(interval_s * 1e9)
+        cpu_us = int(time.process_time() * 1e6)
+        registry.counters(names.FRONT_CPU_US).of().add(cpu_us - self._cpu_us)
+        self._cpu_us = cpu_us
+        registry.gauges(names.FRONT_RESIDENT).of().set(own_memory_bytes(os.getpid()))
 
     def show_memory(self, budget: MemoryBudget) -> None:
         """Record the memory of requests and unread replies, and its limit."""

@@ -1,7 +1,7 @@
 """Messages between the owner of the models and the other front processes: catalog and model control.
 
-front -> owner   ask {id, do: names | load | unload | replace | stop | spread | change, name ...}
-owner -> front   reply {id, names | meant | error}       when all fronts have applied the change
+front -> owner   ask {id, do: names | load | unload | replace | stop | spread | change | show, name ...}
+owner -> front   reply {id, names | meant | shown | error}       when all fronts have applied the change
 owner -> front   catalog {models}
 
 Texts of clients are ASCII JSON within a message: they need not be Unicode.
@@ -22,6 +22,7 @@ import msgspec
 
 from fastserve.engine.schedulers.cache import CacheMemory, ResponseCache, open_shared_cache
 from fastserve.errors import Kind, ServeError
+from fastserve.metrics.registry import FailedRequest, FailedRequests
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Override
 from fastserve.repository.repository import Repository
@@ -83,6 +84,24 @@ def _read_version(name: str, row: list[Any], opened: dict[int, Version], model: 
 
 async def _alone() -> None:
     """Settle where there is no other front."""
+
+
+SHOW_TIMEOUT_S = 10.0
+MOST_WAITING = 256  # questions: what a silent owner has not read must fit into the channel
+NO_ANSWER = "the server's first process does not answer"
+
+
+class FailuresPart(ReplicatedPart):
+    """The last failed requests: the owner keeps those of all front processes, which hand theirs over."""
+
+    NAME = "failures"
+
+    def __init__(self, kept: FailedRequests) -> None:
+        self._kept = kept
+
+    async def carry_out(self, change: Content) -> None:
+        for model, *failed in change["failed"]:
+            self._kept.keep(model, FailedRequest(*failed))
 
 
 class CachePart(ReplicatedPart):
@@ -160,6 +179,9 @@ class OwnerModelControl:
                 await self.replace_models(msgspec.convert(asked["entries"], list[ModelEntry]))
             elif asked["do"] == "change":
                 await self.state.carry_out(asked["part"], json.loads(asked["change"]))
+            elif asked["do"] == "show":
+                shown = await self.state.show(asked["part"], json.loads(asked["question"]))
+                return {**told, "shown": json.dumps(shown)}
             else:
                 await self.unload(asked["name"], asked["dependents"])
         except Exception as error:  # of any kind: in the other process a client waits for the reply
@@ -176,6 +198,7 @@ class RemoteModelControl:
         self._send = send
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.owner_silent: Callable[[], bool] = lambda: False
 
     async def names(self) -> list[str]:
         names: list[str] = (await self._ask({"do": "names"}))["names"]
@@ -205,6 +228,18 @@ class RemoteModelControl:
     async def change(self, part: str, change: Content) -> None:
         """Have the owner change what all front processes have alike. Raises ServeError."""
         await self._ask({"do": "change", "part": part, "change": json.dumps(change)})
+
+    async def show(self, part: str, question: Content) -> str:
+        """Have the owner answer a question. Raises ServeError, UNAVAILABLE when it takes too long."""
+        asked = {"do": "show", "part": part, "question": json.dumps(question)}
+        if self.owner_silent() or len(self._waiting) >= MOST_WAITING:  # it may read no more of them
+            raise ServeError(Kind.UNAVAILABLE, NO_ANSWER)
+        try:
+            told = await asyncio.wait_for(self._ask(asked), SHOW_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise ServeError(Kind.UNAVAILABLE, NO_ANSWER) from None
+        shown: str = json.loads(told["shown"])
+        return shown
 
     def hear(self, told: dict[str, Any]) -> None:
         """An answer of the owner's."""

@@ -33,12 +33,13 @@ from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
 from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
 from fastserve.engine.shared_counts import CountsMemory
 from fastserve.metrics import Readiness, Registry
+from fastserve.metrics.registry import FailedRequest
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import load_config_json
 from fastserve.repository.version import Version
 from fastserve.server.front import Front, FrontGauges
-from fastserve.server.front_messages import CachePart, RemoteModelControl, apply_catalog
+from fastserve.server.front_messages import CachePart, FailuresPart, RemoteModelControl, apply_catalog
 from fastserve.serving.replication import Content
 from fastserve.settings import Listener, Settings
 from fastserve.tensor import DTYPES, TensorSpec
@@ -88,6 +89,7 @@ class FrontProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._told = Readiness()
         self._beat_at = time.monotonic()
+        self._handing_over: asyncio.Future[None] | None = None
         self._quiet_s = 0.0  # since the owner last said something
 
     def watch(self) -> None:
@@ -172,6 +174,8 @@ class FrontProcess:
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
         self._front.state.add(CachePart.NAME, CachePart(None, self._open_cache))
         self._front.state.ask, self._front.state.note = self._loads.change, self._note
+        self._front.state.show_from_owner = self._loads.show
+        self._loads.owner_silent = lambda: self._owner_silent
         self._gauges = FrontGauges(registry)
         self._beat()
 
@@ -291,6 +295,16 @@ class FrontProcess:
         self._front.give_back_memory()
         self._gauges.beat(self._front.listeners(), BEAT_S)
         self._gauges.show_memory(self._front.budget)
+        if self._handing_over is None and (failed := self._front.registry.failures.take()):
+            self._handing_over = asyncio.ensure_future(self._hand_over(failed))
+
+    async def _hand_over(self, failed: list[tuple[str, FailedRequest]]) -> None:
+        """Give the owner failed requests to keep. What fails meanwhile waits until it has them."""
+        assert self._loads is not None
+        try:
+            await self._loads.change(FailuresPart.NAME, {"failed": [(model, *one) for model, one in failed]})
+        finally:
+            self._handing_over = None
 
 
 def _read_specs(written: dict[str, Any]) -> dict[str, TensorSpec]:

@@ -31,7 +31,7 @@ from fastserve.repository.version import Version
 from fastserve.server.banner import advise, announce, banner_text, fill_standard_streams, is_terminal
 from fastserve.server.dialect_selection import recorded_reader, warn_of_exposures
 from fastserve.server.front import Front, FrontGauges, all_listeners
-from fastserve.server.front_messages import CachePart, OwnerModelControl
+from fastserve.server.front_messages import CachePart, FailuresPart, OwnerModelControl
 from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
 from fastserve.server.progress import StartProgress, find_terminal
@@ -202,6 +202,7 @@ class Server:
         )
         cache = CachePart(self.host.cache_memory, lambda opened: None)
         self.loads.state.add(CachePart.NAME, cache)
+        self.loads.state.add(FailuresPart.NAME, FailuresPart(self.registry.failures))
         self.front.custom_metrics = self.host.callbacks.metrics.write
         self.front.close_lent = self.host.close_lent
         self.on_stop: Callable[[bool], None] | None = None

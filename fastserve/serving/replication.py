@@ -4,19 +4,22 @@
     every front's part  apply(content, fds) <-- replicate   state.publish("regions", records)
                         the reply to `ask` <-- settle      every front has applied them, or is replaced
     a front's part      state.note("regions", content) ---> owner: part.noted(front, content)
+    any front           state.show("console", question) --> owner: part.answer(question), or a ServeError
 
 The owner of the models decides every change, so that two clients who ask through two fronts get one order. It
 keeps the state; what a new front process has to apply first are `records`. A front that is stopped holds
 others up for as long as it does when a model is loaded: until it is ended for giving no sign of life.
-A change reaches all fronts before its client gets an answer, and no front is asked when state is read.
+A change reaches all fronts before its client gets an answer, and nobody is asked when state is read. What
+only the owner keeps, such as the history of the operator's page, it shows to the clients of all fronts.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from fastserve.errors import unsupported
 
 Content = Mapping[str, Any]
 
@@ -28,13 +31,16 @@ class StateRecord(NamedTuple):
     fds: Sequence[int] = ()
 
 
-class ReplicatedPart(ABC):
+class ReplicatedPart:
     """One part of the state of a front process."""
 
-    async def carry_out(self, change: Content) -> None:  # noqa: B027
+    async def carry_out(self, change: Content) -> None:
         """In the owner: do what a client of another front process asked for. Raises ServeError."""
 
-    @abstractmethod
+    async def answer(self, question: Content) -> str:
+        """In the owner: answer a client of any front process. Raises ServeError."""
+        raise unsupported("there is nothing to show")
+
     def apply(self, content: Content, fds: list[int]) -> None:
         """In another front: take over a record of the owner's; the descriptors are this part's now."""
 
@@ -42,29 +48,31 @@ class ReplicatedPart(ABC):
         """In the owner: what brings a new front process to the present state."""
         return iter(())
 
-    def noted(self, front: int, content: Content) -> None:  # noqa: B027
+    def noted(self, front: int, content: Content) -> None:
         """In the owner: take a note of a front process."""
 
-    def front_ended(self, front: int) -> None:  # noqa: B027
+    def front_ended(self, front: int) -> None:
         """In the owner: a front process has ended, with all that it used."""
 
 
 Publish = Callable[[str, Sequence[StateRecord]], Awaitable[None]]
 Ask = Callable[[str, Content], Awaitable[None]]
 Note = Callable[[str, Content], None]
+Show = Callable[[str, Content], Awaitable[str]]
 
 
 class ReplicatedState:
     """The parts of one front process by name.
 
     With one front process there is neither `publish` nor `ask`. The owner of several has `publish`, every
-    other one `ask` and `note`.
+    other one `ask`, `note` and `show_from_owner`.
     """
 
     def __init__(self) -> None:
         self.publish: Publish | None = None
         self.ask: Ask | None = None
         self.note: Note | None = None
+        self.show_from_owner: Show | None = None
         self.fronts: Callable[[], frozenset[int]] = frozenset
         """In the owner: the numbers of the other front processes that run now."""
         self._parts: dict[str, ReplicatedPart] = {}
@@ -80,6 +88,17 @@ class ReplicatedState:
     async def carry_out(self, name: str, change: Content) -> None:
         """In the owner: do what a client of another front process asked for. Raises ServeError."""
         await self._parts[name].carry_out(change)
+
+    @property
+    def owned(self) -> bool:
+        """Whether this process decides."""
+        return self.ask is None
+
+    async def show(self, name: str, question: Content) -> str:
+        """Answer a question as the owner does. Raises ServeError."""
+        if self.show_from_owner is not None:
+            return await self.show_from_owner(name, question)
+        return await self._parts[name].answer(question)
 
     def noted(self, name: str, front: int, content: Content) -> None:
         """In the owner: take a note of a front process."""

@@ -8,7 +8,8 @@
 
     &history=H                          of both: N is a number of this history
 
-The page is shown where metrics are (`allow_metrics`). Replies about all models are made in slices of the
+The page is shown where metrics are (`allow_metrics`). The owner of the models samples the counters and makes
+all replies, also for the clients of other front processes. Those about all models are made in slices of the
 event loop's time; those of rows once between two samples, for all pages that are open.
 """
 
@@ -40,6 +41,7 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
+from fastserve.serving.replication import Content, ReplicatedPart
 
 if TYPE_CHECKING:
     from typing import Any
@@ -107,70 +109,48 @@ async def last_of(steps: Iterator[bytes]) -> bytes:
     return done[-1]
 
 
-class Console(Dialect):
-    """Routes of the page, and the timer that samples the counters for its history."""
+class ConsoleNumbers(ReplicatedPart):
+    """The numbers as the owner shows them, and the timer that samples the counters for their history."""
 
-    def __init__(self, context: ServingContext, options: NoOptions) -> None:
+    PART = "console"
+
+    def __init__(self, context: ServingContext) -> None:
         self._history = History(context.registry)
         self._reader = NumbersReader(context, self._history)
         self._rows = SharedReplies(self._reader, self._history)
         self._settings = context.settings
-        self._shown = context.settings.allow_metrics
+        self._examples: dict[tuple[str, ...], Examples] = {}  # by the dialects of a listener
         self._handles: dict[str, asyncio.Handle] = {}
         self._steps: Iterator[None] | None = None  # of the sample that is being taken
-        self._endpoints: dict[str, Endpoint] = {
-            NUMBERS.path: self.show_numbers,
-            ROWS.path: self.show_rows,
-            MODEL.path: partial(self.show_model, examples=Examples(context.settings, ())),
-            **PageFiles(_FILES, HEADERS).endpoints,
-        }
+
+    async def answer(self, question: Content) -> str:
+        """Return the reply as JSON, "" for a model that is none."""
+        if question["of"] == NUMBERS.name:
+            return (await last_of(self._reader.numbers(question["after"]))).decode()
+        after = self._translate(question["after"], question["history"])
+        if question["of"] == ROWS.name:
+            return (await self._rows.ask(after)).decode()
+        first = find_first(after, self._history.seen)
+        spoken = tuple(question["spoken"])
+        examples = self._examples.get(spoken) or Examples(self._settings, ())
+        found = self._reader.details(question["name"], first, examples)
+        return "" if found is None else msgspec.json.encode(found).decode()
+
+    def speak(self, spoken: Sequence[tuple[DialectSpec[Any], Dialect]]) -> None:
+        """Learn the dialects of a listener, for the example requests there."""
+        self._examples[_names_of(spoken)] = Examples(self._settings, spoken)
 
     def open(self) -> None:
-        if self._shown:
-            self._look()
+        self._look()
 
     def close(self) -> None:
         for handle in self._handles.values():
             handle.cancel()
         self._rows.close()
 
-    def route(self, method: str, target: str) -> Route | None:
-        endpoint = self._endpoints.get(target.partition("?")[0])
-        if not self._shown or endpoint is None:
-            return None
-        return Route(endpoint if method in SCOPES else refuse_probe_method, Scope.METRICS)
-
-    def refuse(self, call: Call, fault: ServeError) -> None:
-        if call.target.partition("?")[0] != PAGE.path or not ask_for_key(call, fault):
-            refuse_plainly(call, fault)
-
-    async def show_numbers(self, call: Call) -> None:
-        after = read_after(call)
-        if after is not None:
-            call.reply(200, await last_of(self._reader.numbers(after)), headers=HEADERS)
-
-    async def show_rows(self, call: Call) -> None:
-        after = read_after(call)
-        if after is not None:
-            call.reply(200, await self._rows.ask(self._translate(call, after)), headers=HEADERS)
-
-    def on_listener(self, spoken: Sequence[tuple[DialectSpec[Any], Dialect]]) -> Dialect:
-        """Return the dialect of one listener, whose example requests are of what that speaks."""
-        return ListenerConsole(self, Examples(self._settings, spoken))
-
-    def show_model(self, call: Call, examples: Examples) -> None:
-        after, name = read_after(call), unquote_plus(read_field(call, "name"))
-        first = None if after is None else find_first(self._translate(call, after), self._history.seen)
-        found = None if first is None else self._reader.details(name, first, examples)
-        if found is not None:
-            call.reply(200, msgspec.json.encode(found), headers=HEADERS)
-        elif after is not None:
-            call.reply(404, b'{"error":"name: a model that is known here is wanted"}', headers=HEADERS)
-
-    def _translate(self, call: Call, after: int) -> int:
-        """Return the number of the first point for a call that has one of its own, or of another front's
-        history: a page follows several, and then wants the last points."""
-        history = read_field(call, "history")
+    def _translate(self, after: int, history: str) -> int:
+        """Return the number of the first point for a page that has one of its own, or of another server's
+        history, and then wants the last points."""
         return max(self._history.seen - NEAR, 0) if history not in ("", self._reader.name) else after
 
     def _look(self) -> None:
@@ -187,12 +167,82 @@ class Console(Dialect):
             self._steps = None
 
 
+class Console(Dialect):
+    """Routes of the page."""
+
+    def __init__(self, context: ServingContext, options: NoOptions) -> None:
+        self._state = context.state
+        self._shown = context.settings.allow_metrics
+        self._numbers = ConsoleNumbers(context) if self._state.owned else None
+        if self._numbers is not None:
+            self._state.add(ConsoleNumbers.PART, self._numbers)
+        self._endpoints: dict[str, Endpoint] = {
+            NUMBERS.path: self.show_numbers,
+            ROWS.path: self.show_rows,
+            MODEL.path: partial(self.show_model, spoken=()),
+            **PageFiles(_FILES, HEADERS).endpoints,
+        }
+
+    def open(self) -> None:
+        if self._shown and self._numbers is not None:
+            self._numbers.open()
+
+    def close(self) -> None:
+        if self._numbers is not None:
+            self._numbers.close()
+
+    def route(self, method: str, target: str) -> Route | None:
+        endpoint = self._endpoints.get(target.partition("?")[0])
+        if not self._shown or endpoint is None:
+            return None
+        return Route(endpoint if method in SCOPES else refuse_probe_method, Scope.METRICS)
+
+    def refuse(self, call: Call, fault: ServeError) -> None:
+        if call.target.partition("?")[0] != PAGE.path or not ask_for_key(call, fault):
+            refuse_plainly(call, fault)
+
+    async def show_numbers(self, call: Call) -> None:
+        await self._show(call, NUMBERS)
+
+    async def show_rows(self, call: Call) -> None:
+        await self._show(call, ROWS)
+
+    async def show_model(self, call: Call, spoken: Sequence[str]) -> None:
+        await self._show(call, MODEL, name=unquote_plus(read_field(call, "name")), spoken=spoken)
+
+    def on_listener(self, spoken: Sequence[tuple[DialectSpec[Any], Dialect]]) -> Dialect:
+        """Return the dialect of one listener, whose example requests are of what that speaks."""
+        if self._numbers is not None:
+            self._numbers.speak(spoken)
+        return ListenerConsole(self, _names_of(spoken))
+
+    async def _show(self, call: Call, route: HttpRoute, **question: Any) -> None:
+        """Reply with what the owner answers."""
+        after, history = read_after(call), read_field(call, "history")
+        if after is None:
+            return
+        asked = {"of": route.name, "after": after, "history": history, **question}
+        try:
+            found = await self._state.show(ConsoleNumbers.PART, asked)
+        except ServeError as fault:
+            refuse_plainly(call, fault)
+            return
+        if found:
+            call.reply(200, found.encode(), headers=HEADERS)
+        else:
+            call.reply(404, b'{"error":"name: a model that is known here is wanted"}', headers=HEADERS)
+
+
+def _names_of(spoken: Sequence[tuple[DialectSpec[Any], Dialect]]) -> tuple[str, ...]:
+    return tuple(spec.name for spec, _ in spoken)
+
+
 class ListenerConsole(Dialect):
     """The console as one listener speaks it."""
 
-    def __init__(self, console: Console, examples: Examples) -> None:
+    def __init__(self, console: Console, spoken: Sequence[str]) -> None:
         self._console = console
-        self._show_model = partial(console.show_model, examples=examples)
+        self._show_model = partial(console.show_model, spoken=spoken)
 
     def refuse(self, call: Call, fault: ServeError) -> None:
         self._console.refuse(call, fault)

@@ -1,6 +1,6 @@
 """History of the last minutes: a sample of the counters every two seconds, and the figures of each interval.
 
-Every front process keeps its own, of the sums over all of them. A sample is taken in steps, a metric or
+The owner of the models keeps it for all front processes. A sample is taken in steps, a metric or
 some models at a time, so that the event loop does other work between two of them (`work_on`): with 200 models
 all of it is 6 ms of CPU. A model has 300 points of seven numbers, 17 KB; one that generates text of four
 more.

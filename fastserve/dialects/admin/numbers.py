@@ -76,7 +76,7 @@ class FailureNumbers(msgspec.Struct):
 class ModelNumbers(msgspec.Struct, kw_only=True):
     """`now` is of the last ten seconds, and so is `text`, of models that generate it; `points` are of
     intervals of `interval_s`, oldest first. `failures` are the last requests that the model or the server
-    failed, `refusals` those that clients got wrong, both newest first and of this front process."""
+    failed, `refusals` those that clients got wrong, both newest first."""
 
     model: str
     ready: bool
@@ -189,7 +189,7 @@ class RowsNumbers(ServerNumbers, kw_only=True):
 
 
 class NumbersReader:
-    """Reads the numbers of one front process, which are summed over all."""
+    """Reads the numbers of the server, in the owner of the models."""
 
     def __init__(self, context: ServingContext, history: History) -> None:
         self._registry, self._engine = context.registry, context.engine
@@ -200,7 +200,7 @@ class NumbersReader:
         self._shows_tensors = not restrictions.wanted_of(Scope.METADATA, None)  # else a secret shows them
         self._views = ModelViews(self._catalog)
         self._machine = MachineUsage()
-        self._begun_ns = time.monotonic_ns()
+        self._begun_ns = context.started_ns
         self.name = secrets.token_hex(4)
 
     def numbers(self, after: int) -> Iterator[bytes]:

@@ -2,8 +2,9 @@
 
     *qps  *fail_rate(%)  *latency_avg(ms)  *latency_max(ms)  *latency_cdf(ms)  *cpu_usage(%)  *mem_usage(%)
 
-Taken once a second, from the first look at the page on, out of what every dialect counts: all front processes
-are in them. How latencies are spread is of this process alone.
+Taken once a second by the owner of the models, from the first look at the page on, out of what every dialect
+counts: all front processes are in them, and each shows what the owner has. Latencies are counted in buckets
+(metrics.quantiles), so that the largest and the spread over the last minute are within 3 %.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ import html
 import json
 import os
 import time
+from array import array
 from collections import deque
+from typing import TYPE_CHECKING
 
-from fastserve.metrics import names
+from fastserve.metrics import Metric, names
+from fastserve.metrics.quantiles import BUCKETS, SpreadWindow, bucket_of, middle_ns, quantiles_ns
 from fastserve.metrics.registry import Registry
+from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState
+
+if TYPE_CHECKING:
+    from fastserve._ext.shared_metrics import Counter
 
 POINTS = (60, 60, 24, 30)  # seconds, minutes, hours, days
+MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 CDF = "*latency_cdf(ms)"
-NOT_FOUND = b"key not found"
+NOT_FOUND = "key not found"
 # The names that clients of the original look for, beneath the page that every HTTP listener has at /console.
 _PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8"><title>grps metrics</title></head>
 <body style="margin:0;height:100vh;display:flex;flex-direction:column">
@@ -60,11 +69,41 @@ class Trend:
         return [(at, round(value, 3)) for at, value in enumerate(values)]
 
 
-class GrpsMonitor:
-    """The numbers of one server."""
+TOOK = Metric("_grps_took", "Predicts answered well, by their duration.", "counter", ("bucket",))
+
+
+class Latencies:
+    """The durations of predicts that were answered well, over all front processes."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._buckets: list[Counter | None] = [None] * BUCKETS
+
+    def add(self, took_ns: int) -> None:
+        bucket = bucket_of(took_ns)
+        counter = self._buckets[bucket]
+        if counter is None:
+            counter = self._buckets[bucket] = self._registry.counters(TOOK).of(bucket)
+        counter.add()
+
+    def read(self) -> array[int]:
+        """Return the counts by bucket."""
+        (found,) = self._registry.read(TOOK)
+        counts = array("Q", bytes(8 * BUCKETS))
+        for (bucket,), (count,) in found.items():
+            counts[int(bucket)] = int(count)
+        return counts
+
+
+class GrpsMonitor(ReplicatedPart):
+    """The numbers of one server."""
+
+    PART = "grps monitor"
+
+    def __init__(self, registry: Registry, state: ReplicatedState) -> None:
+        self._registry, self._state = registry, state
+        self._latencies = Latencies(registry)
+        self.took = self._latencies.add
         self._trends = {
             name: Trend()
             for name in (
@@ -77,10 +116,21 @@ class GrpsMonitor:
             )
         }
         self._last = (0, 0, 0.0)  # calls, failures, seconds
-        self._took: deque[float] = deque(maxlen=10_000)  # milliseconds of the last predicts of this process
-        self._max = 0.0
-        self._cpu = (time.monotonic(), time.process_time())
+        self._window = SpreadWindow()
+        self._spread = self._latencies.read()  # as of the last second
+        self._cpu = (time.monotonic(), self._read_cpu_s())
         self._timer: asyncio.TimerHandle | None = None
+        if state.owned:
+            state.add(self.PART, self)
+
+    async def write(self, name: str | None) -> bytes:
+        """Return the page, or the history of one number. Raises ServeError."""
+        return (await self._state.show(self.PART, {"name": name})).encode()
+
+    async def answer(self, question: Content) -> str:
+        self.open()
+        name = question["name"]
+        return self.write_page() if name is None else self.write_series(name)
 
     def open(self) -> None:
         """Somebody looks: from now on every second is kept."""
@@ -95,13 +145,7 @@ class GrpsMonitor:
         if self._timer is not None:
             self._timer.cancel()
 
-    def took(self, took_ns: int) -> None:
-        """A predict was answered well."""
-        took_ms = took_ns / 1e6
-        self._took.append(took_ms)
-        self._max = max(self._max, took_ms)
-
-    def write_page(self) -> bytes:
+    def write_page(self) -> str:
         """Every number's name and value."""
         rows = [
             f'<li><a href="/grps/v1/monitor/series?name={html.escape(name)}">{html.escape(name)}</a>: '
@@ -109,20 +153,38 @@ class GrpsMonitor:
             for name, trend in self._trends.items()
         ]
         rows.append(f'<li><a href="/grps/v1/monitor/series?name={CDF}">{CDF}</a></li>')
-        return _PAGE.format("\n".join(rows)).encode()
+        return _PAGE.format("\n".join(rows))
 
-    def write_series(self, name: str) -> bytes:
+    def write_series(self, name: str) -> str:
         """The history of one number as JSON, or the words for none of that name."""
         if name == CDF:
-            return json.dumps({"label": "cdf", "data": self._spread()}).encode()
+            return json.dumps({"label": "cdf", "data": self._read_spread()})
         trend = self._trends.get(name)
-        return NOT_FOUND if trend is None else json.dumps({"label": "trend", "data": trend.points()}).encode()
+        return NOT_FOUND if trend is None else json.dumps({"label": "trend", "data": trend.points()})
 
-    def _spread(self) -> list[tuple[int, float]]:
+    def _read_spread(self) -> list[tuple[int, float]]:
         """(percent, milliseconds); 100 stands for 99.9 and 101 for 99.99."""
         ranks = [*((p, p / 100) for p in (*range(10, 100, 10), *range(91, 100))), (100, 0.999), (101, 0.9999)]
-        took = sorted(self._took) or [0.0]
-        return [(label, round(took[min(int(rank * len(took)), len(took) - 1)], 3)) for label, rank in ranks]
+        grown = self._window.growth(self._latencies.read())
+        took = quantiles_ns(grown, [rank for _, rank in ranks]) if any(grown) else [0.0] * len(ranks)
+        return [(label, round(ns / 1e6, 3)) for (label, _), ns in zip(ranks, took, strict=True)]
+
+    def _read_max_ms(self) -> float:
+        """The longest predict since the last call."""
+        before, self._spread = self._spread, self._latencies.read()
+        self._window.since(self._spread)
+        pairs = zip(self._spread, before, strict=True)
+        longest = max((bucket for bucket, (now, then) in enumerate(pairs) if now > then), default=None)
+        return 0.0 if longest is None else middle_ns(longest) / 1e6
+
+    def _read_cpu_s(self) -> float:
+        (found,) = self._registry.read(names.FRONT_CPU_US)
+        return sum(value for (value,) in found.values()) / 1e6
+
+    def _read_memory_share(self) -> float:
+        """The part of the machine's memory that the front processes hold."""
+        (found,) = self._registry.read(names.FRONT_RESIDENT)
+        return sum(value for (value,) in found.values()) / MACHINE_BYTES
 
     def _look(self) -> None:
         requests, durations = self._registry.read(names.REQUESTS, names.REQUEST_DURATION)
@@ -137,24 +199,16 @@ class GrpsMonitor:
         self._last = calls, calls - good, seconds
         new, failed, took_s = (now - then for now, then in zip(self._last, before, strict=True))
         answered = new - failed
-        wall, cpu = time.monotonic(), time.process_time()
+        wall, cpu = time.monotonic(), self._read_cpu_s()
         used = (cpu - self._cpu[1]) / max(wall - self._cpu[0], 1e-9)
         self._cpu = wall, cpu
         values = (
             new,
             100 * failed / new if new else 0.0,
             1000 * took_s / answered if answered else 0.0,
-            self._max,
+            self._read_max_ms(),
             100 * used,
-            100 * resident_share(),
+            100 * self._read_memory_share(),
         )
-        self._max = 0.0
         for trend, value in zip(self._trends.values(), values, strict=True):
             trend.add(value)
-
-
-def resident_share() -> float:
-    """The part of the machine's memory that this process holds."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return pages / os.sysconf("SC_PHYS_PAGES")

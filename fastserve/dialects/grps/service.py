@@ -76,7 +76,7 @@ class GrpsService(DialectService):
     def __init__(self, context: ServingContext, options: GrpsOptions) -> None:
         super().__init__(context, NAME)
         self.options = options
-        self.monitor = GrpsMonitor(context.registry)
+        self.monitor = GrpsMonitor(context.registry, context.state)
         self.online = Online(context, options)
         self.json_type = JSON_UTF8 if options.json_charset else JSON
         self.timeout_ns = options.timeout_ms * 1_000_000

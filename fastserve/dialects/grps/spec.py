@@ -140,15 +140,20 @@ class Grps(Dialect):
 
     # --- metrics ---
 
-    def _show_page(self, call: Call) -> None:
-        self._service.monitor.open()
-        call.reply(200, self._service.monitor.write_page(), HTML)
+    async def _show_page(self, call: Call) -> None:
+        await self._show_numbers(call, None)
 
-    def _show_series(self, call: Call) -> None:
-        self._service.monitor.open()
-        asked = parse_qs(call.target.partition("?")[2]).get("name", [""])[0]
-        found = self._service.monitor.write_series(asked)
-        call.reply(200, found, JSON if found.startswith(b"{") else TEXT)
+    async def _show_series(self, call: Call) -> None:
+        await self._show_numbers(call, parse_qs(call.target.partition("?")[2]).get("name", [""])[0])
+
+    async def _show_numbers(self, call: Call, name: str | None) -> None:
+        try:
+            found = await self._service.monitor.write(name)
+        except ServeError as fault:
+            self._service.refuse(call, fault)
+        else:
+            kind = HTML if name is None else JSON if found.startswith(b"{") else TEXT
+            call.reply(200, found, kind)
 
 
 def show_script(call: Call) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ class Site:
             engine=SimpleNamespace(catalog=self.catalog, text_info=lambda version: None),
             readiness=self.readiness,
             repository=SimpleNamespace(explicit=True),
+            started_ns=time.monotonic_ns(),
             settings=Settings(triton=triton or TritonOptions()),
         )
         self.reader = NumbersReader(_as_context(context), self.history)

@@ -8,6 +8,7 @@ import msgspec
 
 from tests.dialects.grps import deployments
 from tests.dialects.grps.rig import JSON, SERVICE, deployed, settings_of
+from tests.running import until
 
 
 def test_the_ready_flag_is_one_for_all_fronts(tmp_path: Path) -> None:
@@ -20,6 +21,29 @@ def test_the_ready_flag_is_one_for_all_fronts(tmp_path: Path) -> None:
             assert {served.call("CheckReadiness").status.code for _ in range(6)} == {status}
         texts = {served.predict({"str_data": f"t{n}"}).json["str_data"] for n in range(20)}
         assert texts == {f"t{n}" for n in range(20)}
+
+
+def test_the_numbers_are_one_for_all_fronts(tmp_path: Path) -> None:
+    """Which connection sees the page first does not matter, nor which one the predicts came over."""
+    folder = deployments.write(tmp_path / "d", [deployments.echo_model("1.0.0", "A")])
+    with deployed(msgspec.structs.replace(settings_of(folder), frontends=3)) as served:
+
+        def ask(name: str) -> list[list[float]]:
+            found = served.ask("GET", f"/grps/v1/monitor/series?name={name}")
+            assert found.status == 200
+            points: list[list[float]] = found.json["data"]
+            return points
+
+        assert served.ask("GET", "/grps/v1/monitor/metrics").status == 200
+        for number in range(12):
+            assert served.predict({"str_data": f"t{number}"}).status == 200
+        until(lambda: sum(value for _, value in ask("*qps")) >= 12, "the predicts of all are counted")
+        longest = max(value for _, value in ask("*latency_max(ms)"))
+        spreads = [ask("*latency_cdf(ms)") for _ in range(6)]
+        assert spreads[1:] == spreads[:1] * 5
+        assert 0 < spreads[0][0][1] <= spreads[0][-1][1] <= longest
+        assert max(value for _, value in ask("*mem_usage(%25)")) > 0
+        assert served.ask("GET", "/grps/v1/monitor/series?name=none").body == b"key not found"
 
 
 def test_clients_of_grpc(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What three front processes tell of requests: every one tells of all, and a front that dies takes nothing along."""
+"""What three front processes tell of requests: each tells of all, and one that dies takes nothing along."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from fastserve.dialects.admin import console
+from fastserve.dialects.admin import numbers as console_numbers
+from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
 from fastserve.settings import Listener, TFServingOptions
 from tests.dialects.kserve.grpc_rig import serving as serving_grpc
 from tests.dialects.kserve.models import write_probe_models
+from tests.server.observability.test_console import FAILS
 from tests.server.processes.test_fronts import connect_to_each, total
 from tests.server.rig import Client, Served, run, serving, write_model
 
@@ -156,7 +160,7 @@ def test_over_grpc_too(tmp_path: Path) -> None:
 
 @pytest.mark.logs_errors
 def test_a_front_that_is_killed_under_load_takes_no_counts_along(tmp_path: Path) -> None:
-    """The request under way when it died may have been counted and not answered, or answered and not counted."""
+    """The request under way when it died may have been counted or not, answered or not."""
     write_probe_models(tmp_path)
     settings: dict[str, Any] = {
         "load_models": ("simple", "cached", "ens"),
@@ -242,5 +246,83 @@ def test_a_reload_begins_anew_and_the_pages_of_counters_do_not_fall(tmp_path: Pa
             await served.server.loads.unload("twice", False)
             for client in clients.values():
                 assert await runs(served, client) == FRONTS + 1
+
+    run(work())
+
+
+async def numbers(client: Client, query: str = "numbers") -> Any:
+    status, body = await client.get(f"/console/{query}")
+    assert status == 200, body
+    return json.loads(body)
+
+
+@pytest.mark.logs_errors
+def test_the_console_is_the_same_on_every_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers, failures and history outlive a front; one that takes its place knows them all."""
+    for module in (console, console_numbers):
+        monkeypatch.setattr(module, "INTERVAL_S", 0.05)
+    (write_model(tmp_path, warmup="off") / "1" / "model.py").write_text(FAILS)
+
+    async def ids(client: Client) -> list[str]:
+        (model,) = (await numbers(client))["models"]
+        return [one["request_id"] for one in model["failures"]]
+
+    async def ask(client: Client, request_id: str) -> None:
+        body = json.dumps({"instances": [[1.0, 2.0]]}).encode()
+        head = f"POST /v1/models/twice:predict HTTP/1.1\r\nHost: a\r\nX-Request-Id: {request_id}\r\n"
+        client.writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert (await client.reply())[0] == 500
+
+    async def know(clients: list[Client], wanted: list[str]) -> None:
+        """Wait until each shows these failures, which the others hand over twice a second."""
+        for client in clients:
+            while await ids(client) != wanted:
+                await asyncio.sleep(0.02)
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=FRONTS) as served:
+            clients = await connect_to_each(served, FRONTS)
+            for number, client in clients.items():
+                await ask(client, f"r-{number}")
+            asked = [f"r-{number}" for number in clients]
+            await asyncio.wait_for(know([*clients.values()], asked[::-1]), 20)
+            shown = [await numbers(client, "model?name=twice") for client in clients.values()]
+            (history,) = {one["history"] for one in shown}
+            for client in clients.values():
+                details = await numbers(client, "model?name=twice")
+                assert (details["backend"], details["examples"] != []) == ("python", True)
+                assert (await client.get("/console/model?name=nobody"))[0] == 404
+                (cause,) = (await numbers(client, "rows"))["causes"]
+                assert (cause["cause"], cause["total"]) == ("INTERNAL", FRONTS)
+            link = served.links[0]
+            victim = link.pid
+            os.kill(victim, signal.SIGKILL)
+            await served.until(lambda: link.pid not in (0, victim) and link._listening)
+            replaced = (await connect_to_each(served, FRONTS))[1]
+            assert await ids(replaced) == asked[::-1]
+            found = await numbers(replaced, "rows")
+            assert found["history"] == history
+            assert found["next_point"] == len(found["points"]["p50_ms"]) > 0
+            assert found["up_s"] > 0
+
+    run(work())
+
+
+@pytest.mark.logs_errors
+def test_the_console_says_so_when_the_owner_does_not_answer(tmp_path: Path) -> None:
+    write_model(tmp_path)
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=FRONTS) as served:
+            client = (await connect_to_each(served, FRONTS))[1]
+
+            async def nobody(name: str, question: object) -> str:
+                raise ServeError(Kind.UNAVAILABLE, "busy")
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(served.server.loads.state, "show", nobody)
+                status, body = await client.get("/console/rows")
+            assert (status, json.loads(body)) == (503, {"error": "busy"})
+            assert (await client.get("/console/rows"))[0] == 200
 
     run(work())
