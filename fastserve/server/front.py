@@ -395,7 +395,7 @@ class Front:
     def _make_context(self) -> ServingContext:
         """Return the context that every dialect is built from."""
         options = read_metrics_config(self.settings.metrics_config)
-        metrics = NvMetrics(self.engine.catalog, self.cache, options)
+        metrics = NvMetrics(self.engine.catalog, self.cache, options, self.state)
         metrics.custom = lambda: [*self.custom_metrics(), *write_failures(self.readiness.models)]
         context = ServingContext(
             engine=self.engine,

@@ -2,11 +2,13 @@
 
 The numbers are those of the statistics call, and of GPUs NVML's. There is no pool of pinned memory. Summaries
 (--metrics-config summary_latencies=true) have counts and sums since the version was loaded, and quantiles of
-the last minute.
+the last minute, for which the owner of the models keeps what it has shown: other front processes ask it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from fastserve.engine.counters import (
     first_responses,
 )
 from fastserve.engine.schedulers.cache import ResponseCache
+from fastserve.errors import ServeError
 from fastserve.metrics.exposition import (
     write_family,
     write_head,
@@ -34,7 +37,10 @@ from fastserve.metrics.quantiles import SpreadWindow, quantiles_ns
 from fastserve.metrics.readiness import MachineUsage
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
+from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState
 from fastserve.settings.kserve_options import MetricsConfig
+
+log = logging.getLogger(__name__)
 
 NAMES = (
     ("nv_inference_request_summary_us", "Summary of inference request duration in microseconds"),
@@ -47,6 +53,12 @@ NAMES = (
 )
 
 
+def available(catalog: Catalog) -> list[Version]:
+    """Return the available versions, by the names of their models."""
+    models = (catalog.models[name] for name in sorted(catalog.models))
+    return [version for model in models for version in model.available()]
+
+
 class ShownVersion(NamedTuple):
     """A version with its labels and counts, as one page shows it."""
 
@@ -55,24 +67,31 @@ class ShownVersion(NamedTuple):
     counts: VersionCounts
 
 
-class NvSummaries:
-    """The sliding windows of the versions shown so far."""
+class NvSummaries(ReplicatedPart):
+    """The sliding windows of the versions shown so far, in the owner of the models."""
 
-    def __init__(self, ranks: Sequence[float]) -> None:
-        self._ranks = ranks
+    PART = "nv summaries"
+
+    def __init__(self, catalog: Catalog, ranks: Sequence[float], *, cached: bool) -> None:
+        self._catalog, self._ranks, self._cached = catalog, ranks, cached
         self._lock = threading.Lock()
         self._windows: WeakKeyDictionary[Version, dict[str, SpreadWindow]] = WeakKeyDictionary()
 
-    def write(self, seen: Sequence[ShownVersion], *, cached: bool) -> list[str]:
-        """Return the lines of every summary of these versions."""
-        with self._lock:  # scrapes of two listeners may overlap
-            return self._write(seen, cached=cached)
+    async def answer(self, question: Content) -> str:
+        """Return the lines of every summary of the versions that are available."""
+        ready = available(self._catalog)
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: self._write(ready))
 
-    def _write(self, seen: Sequence[ShownVersion], *, cached: bool) -> list[str]:
+    def _write(self, versions: Sequence[Version]) -> str:
+        seen = [ShownVersion(version, _labels_of(version), counts_of(version)) for version in versions]
+        with self._lock:  # scrapes of two listeners may overlap
+            return "".join(f"{line}\n" for line in self._lines(seen))
+
+    def _lines(self, seen: Sequence[ShownVersion]) -> list[str]:
         lines: dict[str, list[str]] = {}
         for one in seen:
             windows = self._windows.setdefault(one.version, {})
-            for name, took, spread in _spreads(one, cached=cached):
+            for name, took, spread in _spreads(one, cached=self._cached):
                 grown = windows.setdefault(name, SpreadWindow()).since(spread)
                 values = (ns / 1000 for ns in quantiles_ns(grown, self._ranks))
                 quantiles = dict(zip(self._ranks, values, strict=True))
@@ -182,19 +201,32 @@ _PENDING: Family = (
 class NvMetrics:
     """The page of one front process. `cache` is the server's."""
 
-    def __init__(self, catalog: Catalog, cache: ResponseCache | None, options: MetricsConfig) -> None:
-        self._catalog, self._cache, self._options = catalog, cache, options
+    def __init__(
+        self,
+        catalog: Catalog,
+        cache: ResponseCache | None,
+        options: MetricsConfig,
+        state: ReplicatedState,
+    ) -> None:
+        self._catalog, self._cache, self._options, self._state = catalog, cache, options, state
         self._machine = MachineUsage()
-        self._summaries = NvSummaries(options.summary_quantiles)
+        if options.summary_latencies and state.owned:
+            summaries = NvSummaries(catalog, options.summary_quantiles, cached=cache is not None)
+            state.add(NvSummaries.PART, summaries)
         self.custom: Callable[[], list[str]] = list  # the lines of models' own metrics
 
-    def prepare(self) -> Callable[[], bytes]:
+    async def prepare(self) -> Callable[[], bytes]:
         """On the event loop: choose the versions. What it returns writes the page, on any thread."""
-        models = (self._catalog.models[name] for name in sorted(self._catalog.models))
-        ready = [version for model in models for version in model.available()]
-        return lambda: self.write(ready)
+        summaries = ""
+        if self._options.summary_latencies:
+            try:
+                summaries = await self._state.show(NvSummaries.PART, {})
+            except ServeError as fault:  # the rest of the page may tell why
+                log.warning("/metrics has no summaries: %s", fault.message)
+        ready = available(self._catalog)
+        return lambda: self.write(ready, summaries)
 
-    def write(self, versions: Sequence[Version]) -> bytes:
+    def write(self, versions: Sequence[Version], summaries: str = "") -> bytes:
         """Prometheus text of these versions and of the server."""
         seen = [ShownVersion(version, _labels_of(version), counts_of(version)) for version in versions]
         lines = [line for family in _COUNTERS for line in _write(family, seen)]
@@ -205,8 +237,7 @@ class NvMetrics:
             lines += [line for family in _CACHED for line in _write(family, cached)]
         if self._options.histogram_latencies:
             lines += _write_first_responses(seen)
-        if self._options.summary_latencies:
-            lines += self._summaries.write(seen, cached=self._cache is not None)
+        lines += summaries.splitlines()
         lines += _write(_PENDING, seen, "gauge")
         loads = ((write_labels(one.labels), counters_of(one.version).load_s) for one in seen)
         lines += write_family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", loads)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 
 # Called on the loop for what writes the page beside it.
-Page = Callable[[], Callable[[], bytes]]
+Page = Callable[[], Awaitable[Callable[[], bytes]]]
 Stop = Callable[[bool], Awaitable[None]]
 Spread = Callable[[str, str], Awaitable[bool]]
 
@@ -60,6 +60,10 @@ async def nobody_else(dialect: str, word: str) -> bool:
     return False
 
 
+async def nothing_to_show() -> Callable[[], bytes]:
+    return bytes
+
+
 @dataclass(kw_only=True)
 class ServingContext:
     """Services of one front process for its dialects, which change nothing of them."""
@@ -71,7 +75,7 @@ class ServingContext:
     regions: Regions = field(default_factory=lambda: Regions(False))
     readiness: Readiness = field(default_factory=Readiness)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    model_metrics: Page = lambda: bytes
+    model_metrics: Page = nothing_to_show
     """Metrics of models: Triton's nv_* metrics, and those of the models' own."""
     stop: Stop = refuse_to_stop
     """End the server: what is under way is finished, or with True cut off. Returns at once. Raises ServeError

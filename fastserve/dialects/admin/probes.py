@@ -99,11 +99,14 @@ class Ops(Dialect):
     async def _render_once(self) -> bytes:
         """Return the page. Overlapping scrapes share one rendering, which outlives a client that leaves."""
         if self._render is None:
-            loop = asyncio.get_running_loop()
-            more, registry = self._model_metrics(), self._registry
-            self._render = loop.run_in_executor(None, lambda: registry.expose() + more())
+            self._render = asyncio.ensure_future(self._write())
             self._render.add_done_callback(self._forget_render)
         return await asyncio.shield(self._render)
+
+    async def _write(self) -> bytes:
+        more, registry = await self._model_metrics(), self._registry
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, lambda: registry.expose() + more())
 
     def _forget_render(self, done: asyncio.Future[bytes]) -> None:
         self._render = None
@@ -167,7 +170,7 @@ class MetricsPort(Dialect):
         return refuse_scrape_method
 
     async def show(self, call: Call) -> None:
-        page = await asyncio.get_running_loop().run_in_executor(None, self._model_metrics())
+        page = await asyncio.get_running_loop().run_in_executor(None, await self._model_metrics())
         call.reply(200, page, PAGE_TYPE)
 
 

@@ -26,7 +26,7 @@ from fastserve.metrics import CONTENT_TYPE
 from fastserve.net.access_control import Resource, Resources, Scope
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call, Endpoint
-from fastserve.net.router import Yields
+from fastserve.net.router import Yields, refuse_plainly
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import Info, TextAsk
 
@@ -287,7 +287,12 @@ def showing(write: Callable[[dict[str, list[MindieMetric]]], bytes], content_typ
     def make(service: TextService, named: TargetParts) -> Endpoint:
         async def show(call: Call) -> None:
             models, work = service.texts.names(), asyncio.get_running_loop().run_in_executor
-            page = await work(None, lambda: write(service.figures.read(models)))
+            try:
+                rates = await service.figures.rates(models)
+            except ServeError as fault:
+                refuse_plainly(call, fault)
+                return
+            page = await work(None, lambda: write(service.figures.read(models, rates)))
             call.reply(200, page, content_type)
 
         return show

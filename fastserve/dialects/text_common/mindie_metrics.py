@@ -17,6 +17,7 @@ import msgspec
 
 from fastserve.metrics import Registry, names
 from fastserve.metrics.exposition import write_head, write_histogram, write_labels, write_number
+from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState
 
 GOOD = ("eos", "length", "stop")
 SHORTEST_S = 1.0
@@ -35,11 +36,15 @@ class MindieMetric(NamedTuple):
     bounds: tuple[float, ...] = ()
 
 
-class MindieMetrics:
-    """MindIE's metrics of the server. Rates are per process, between two scrapes."""
+class MindieMetrics(ReplicatedPart):
+    """MindIE's metrics of the server. The owner of the models keeps the previous scrape for the rates."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    PART = "mindie rates"
+
+    def __init__(self, registry: Registry, state: ReplicatedState) -> None:
+        self._registry, self._state = registry, state
+        if state.owned:
+            state.add(self.PART, self)
         self._looked = (time.monotonic(), dict[str, tuple[float, float]]())
         self._rates: dict[str, tuple[float, float]] = {}
 
@@ -53,14 +58,26 @@ class MindieMetrics:
         (found,) = self._registry.read(names.TEXT_KV_USED)
         return int(_total(found, model))
 
-    def read(self, models: list[str]) -> dict[str, list[MindieMetric]]:
+    async def rates(self, models: list[str]) -> dict[str, tuple[float, float]]:
+        """Return tokens a second of prompts and generated, by model. Raises ServeError."""
+        told = await self._state.show(self.PART, {"models": models})
+        return msgspec.json.decode(told, type=dict[str, tuple[float, float]])
+
+    async def answer(self, question: Content) -> str:
+        prompts, tokens = self._registry.read(names.TEXT_PROMPT_TOKENS, names.TEXT_TOKENS)
+        models = question["models"]
+        self._look({model: (_total(prompts, model), _total(tokens, model)) for model in models})
+        return msgspec.json.encode({model: self._rates[model] for model in models}).decode()
+
+    def read(
+        self, models: list[str], rates: Mapping[str, tuple[float, float]]
+    ) -> dict[str, list[MindieMetric]]:
         """Return all metrics of these models."""
         first, gap, took, prompts, tokens, ends, running, waiting, used, kv = self._registry.read(
             names.TEXT_FIRST_TOKEN, names.TEXT_TOKEN_GAP, names.REQUEST_DURATION, names.TEXT_PROMPT_TOKENS,
             names.TEXT_TOKENS, names.TEXT_SEQUENCES, names.TEXT_RUNNING, names.TEXT_WAITING,
             names.TEXT_KV_USED, names.TEXT_KV,
         )  # fmt: skip
-        self._look({model: (_total(prompts, model), _total(tokens, model)) for model in models})
         told = {}
         for model in models:
             good = sum(_total(ends, model, how) for how in GOOD)
@@ -68,7 +85,7 @@ class MindieMetrics:
             now = _total(running, model), _total(waiting, model)
             told[model] = [
                 *_requests(ended + sum(now), good, ended - good, *now),
-                *_rates(*self._rates[model]),
+                *_rates(*rates[model]),
                 _histogram("time_to_first_token_seconds", first, model),
                 _histogram("time_per_output_token_seconds", gap, model),
                 _histogram("e2e_request_latency_seconds", took, model),

@@ -86,7 +86,7 @@ class TextService(DialectService):
         self.options = options
         self.texts = TextModels(context, options.default_model)
         self.images = Images(image_rules(options))
-        self.running, self.figures = RunningRequests(), MindieMetrics(context.registry)
+        self.running, self.figures = RunningRequests(), MindieMetrics(context.registry, context.state)
 
     def read(self, call: Call, model: TextModel) -> None:
         """A call was read, and is about to be asked of the model."""

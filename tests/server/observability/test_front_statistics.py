@@ -326,3 +326,24 @@ def test_the_console_says_so_when_the_owner_does_not_answer(tmp_path: Path) -> N
             assert (await client.get("/console/rows"))[0] == 200
 
     run(work())
+
+
+def test_quantiles_of_the_last_minute_are_the_same_on_every_front(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    flags = ("summary_latencies=true", "summary_quantiles=0.5:0.05,0.99:0.001")
+
+    async def work() -> None:
+        async with serving(tmp_path, frontends=FRONTS, metrics_config=flags) as served:
+            clients = await connect_to_each(served, FRONTS)
+            for client in clients.values():
+                assert (await client.predict(1.0))[0] == 200
+            pages = [(await client.get("/metrics"))[1].decode() for client in clients.values()]
+            shown = [[line for line in page.splitlines() if "_summary_us" in line] for page in pages]
+            assert shown[1:] == shown[:1] * (FRONTS - 1)
+            told = dict(line.rsplit(" ", 1) for line in shown[0] if line[0] != "#")
+            head = 'nv_inference_request_summary_us{model="twice",quantile="0.99",version="1"}'
+            named = {name: value for name, value in told.items() if "request_summary" in name}
+            assert int(named['nv_inference_request_summary_us_count{model="twice",version="1"}']) == FRONTS
+            assert all(float(value) > 0 for value in named.values()), head
+
+    run(work())

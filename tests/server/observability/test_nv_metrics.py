@@ -16,6 +16,7 @@ from fastserve.request import InferRequest
 from fastserve.server import Server, nv_metrics
 from fastserve.server.front import all_listeners
 from fastserve.server.nv_metrics import NAMES, NvMetrics
+from fastserve.serving.replication import ReplicatedState
 from fastserve.settings import Listener, Settings
 from fastserve.settings.kserve_options import MetricsConfig
 from fastserve.tensor import DTYPES, Tensor
@@ -182,7 +183,8 @@ def test_where_the_metrics_port_is() -> None:
 
 def test_families_of_models_need_a_model() -> None:
     server = Server(Settings())
-    page = NvMetrics(server.catalog, None, MetricsConfig()).prepare()().decode()
+    prepare = NvMetrics(server.catalog, None, MetricsConfig(), ReplicatedState()).prepare
+    page = asyncio.run(prepare())().decode()
     assert page.startswith("# HELP nv_pinned_memory_pool_total_bytes"), "no model, no family of models"
     server.registry.close()
 
