@@ -174,6 +174,7 @@ class FrontProcess:
         self._front.stop, self._front.spread = self._loads.stop, self._loads.spread
         self._front.state.add(CachePart.NAME, CachePart(None, self._open_cache))
         self._front.state.ask, self._front.state.note = self._loads.change, self._note
+        self._front.state.front = self._number
         self._front.state.show_from_owner = self._loads.show
         self._loads.owner_silent = lambda: self._owner_silent
         self._gauges = FrontGauges(registry)

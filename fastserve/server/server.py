@@ -271,6 +271,7 @@ class Server:
         await asyncio.sleep(delay_s)
         await self._models_file.close()
         await asyncio.gather(self.front.drain(grace_s), self.fronts.drain(grace_s))
+        self.loads.state.fronts_ended()
         if self.front.balancer is not None:
             self.front.balancer.close()
         await self.repository.close()

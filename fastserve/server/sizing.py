@@ -97,6 +97,4 @@ def _find_models(settings: Settings) -> list[ModelFolder]:
 
 def _needs_one(settings: Settings) -> str:
     """Return the setting that one front process alone can serve; "" for none."""
-    if settings.in_process:
-        return "in_process"
-    return "triton.trace_config" if settings.triton.trace_config else ""
+    return "in_process" if settings.in_process else ""

@@ -54,6 +54,9 @@ class ReplicatedPart:
     def front_ended(self, front: int) -> None:
         """In the owner: a front process has ended, with all that it used."""
 
+    def fronts_ended(self) -> None:
+        """In the owner: every other front process has ended, and this one has drained."""
+
 
 Publish = Callable[[str, Sequence[StateRecord]], Awaitable[None]]
 Ask = Callable[[str, Content], Awaitable[None]]
@@ -73,6 +76,8 @@ class ReplicatedState:
         self.ask: Ask | None = None
         self.note: Note | None = None
         self.show_from_owner: Show | None = None
+        self.front = 0
+        """The number of this front process."""
         self.fronts: Callable[[], frozenset[int]] = frozenset
         """In the owner: the numbers of the other front processes that run now."""
         self._parts: dict[str, ReplicatedPart] = {}
@@ -108,6 +113,11 @@ class ReplicatedState:
         """In the owner: a front process has ended."""
         for part in self._parts.values():
             part.front_ended(front)
+
+    def fronts_ended(self) -> None:
+        """In the owner: every other front process has ended, and this one has drained."""
+        for part in self._parts.values():
+            part.fronts_ended()
 
     def records(self) -> list[tuple[str, StateRecord]]:
         """In the owner: what a new front process has to apply."""

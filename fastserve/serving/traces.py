@@ -5,8 +5,12 @@
 
 Every `trace_rate`th request is traced, `trace_count` of them at most. With a `log_frequency` they go to F.0,
 F.1, ..., that many in each, and so do the last ones of a `trace_count`; others go to F, whose list is closed
-when the server stops. Times are nanoseconds of the monotonic clock. Files are written while nobody else is
-served: tracing is for a look at some requests.
+when the server stops. Times are nanoseconds of the monotonic clock.
+
+Front processes count requests and traces together, in memory that they share (ScopeCounters), so rates and
+counts are those of the server. Finished traces go to the owner of the models, which alone writes files
+(TraceSink), while it serves nobody else: tracing is for a look at some requests. What a front process had not
+handed over when it died is lost, and counts as traced.
 
 Which requests, by settings for all models and for single ones, and what is noted of their way through the
 engine, is here; how settings are read, and what a transport stamps on its way in and out, is a dialect's.
@@ -14,25 +18,33 @@ engine, is here; how settings are read, and what a transport stamps on its way i
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from math import prod
 from typing import IO, Any
 
 import msgspec
 
 from fastserve._ext.infer_reply import UnwritableOutput, write_items
+from fastserve._ext.shared_metrics import Counter, Section, file_bytes, lay_out
 from fastserve.codec.json_text import to_bytes
 from fastserve.engine import Engine
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.tensor import KSERVE_NAME, Tensor
+from fastserve.util.shared_file import make_shared_file, map_shared_file
 
 log = logging.getLogger(__name__)
 
 KEPT = 256  # traces that wait for the file to be written to
+MOST_BYTES = 64 << 20  # of traces that wait in a front process for the owner to take them
+_OWN = 2  # numbers of a scope that are no front process's
 OFF = ["OFF"]
 Setting = str | list[str]
 DEFAULTS: Mapping[str, Setting] = {
@@ -83,41 +95,96 @@ class TraceFile:
             file.close()
 
 
-class TraceScope:
-    """Settings that hold for some models, from one change to the next: which requests, and where they go.
-    `on` while there may be more of them."""
+class ScopeCounters:
+    """Numbers of one scope in memory that all front processes share: requests seen, traces begun, and those
+    by front process."""
 
-    def __init__(self, settings: Mapping[str, Setting], file: TraceFile) -> None:
+    def __init__(self, fronts: int, front: int = 0, fd: int = -1) -> None:
+        """`fd`: the memory that the owner has made, which is this object's now. Raises ValueError."""
+        count = _OWN + fronts
+        self.fd = make_shared_file("fastserve-trace", file_bytes(1, 1, 64, count)) if fd < 0 else fd
+        memory = map_shared_file(self.fd)
+        if fd < 0:
+            lay_out(memory, 1, 1, 64, count)
+        section = Section(memory, 0)
+        self.seen, self.taken, *self.begun = (Counter(section, slot) for slot in range(count))
+        self.own = self.begun[front]
+        if fronts == 1:
+            self.close_fd()
+
+    def close_fd(self) -> None:
+        """Close the descriptor. The numbers stay."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class TraceScope:
+    """Settings that hold for some models, from one change to the next: which requests are traced. `on` while
+    there may be more of them, in any front process."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Setting],
+        counters: ScopeCounters,
+        keep: Callable[[list[bytes]], None],
+    ) -> None:
+        """`keep` takes a finished trace."""
         self._levels = settings["trace_level"]
         self.on = self._levels != OFF and settings["trace_count"] != "0"
         self.stamps, self.tensors = "TIMESTAMPS" in self._levels, "TENSORS" in self._levels
         self._rate = int(str(settings["trace_rate"]))
-        self._left = int(str(settings["trace_count"]))
-        self._frequency = int(str(settings["log_frequency"]))
-        self._file = file
-        self._seen = self._running = 0
-        self._kept: list[bytes] = []
-        self._count = 0  # traces in _kept
+        self._most = int(str(settings["trace_count"]))
+        self.counters, self.keep = counters, keep
 
     def wants(self) -> bool:
         """Whether the request that comes now is one of those traced."""
-        self._seen += 1
-        if not self.on or self._seen % self._rate:
+        if not self.on or (self.counters.seen.take() + 1) % self._rate:
             return False
-        self._left -= self._left > 0
-        self._running += 1
-        self.on = self._left != 0
+        if self._most > 0:
+            taken = self.counters.taken.take()
+            self.on = taken + 1 < self._most
+            if taken >= self._most:  # another front process has had the last
+                return False
+        self.counters.own.add()
         return True
 
-    def keep(self, entries: list[bytes]) -> None:
-        """Take over a finished trace."""
-        self._running -= 1
-        self._kept += entries
-        self._count += 1
-        if (self._frequency and self._count >= self._frequency) or (self._left == 0 and not self._running):
-            self._write_numbered()
-        elif not self._frequency and self._count >= KEPT:
-            self.flush()
+
+class TraceSink:
+    """What becomes of the traces of one scope, in the owner: they are kept until they are written."""
+
+    def __init__(self, settings: Mapping[str, Setting], counters: ScopeCounters, file: TraceFile) -> None:
+        self._most = int(str(settings["trace_count"]))
+        self._frequency = int(str(settings["log_frequency"]))
+        self._file, self.counters = file, counters
+        self._ended = [0] * len(counters.begun)  # traces by front process, those that died with it too
+        self._kept: list[bytes] = []
+        self._count = 0  # traces in _kept
+        self._over = False  # other settings hold now
+
+    @property
+    def done(self) -> bool:
+        """Whether no trace is to come any more."""
+        begun = (counter.value for counter in self.counters.begun)
+        return self._over and all(map(int.__ge__, self._ended, begun))
+
+    def keep(self, front: int, entries: list[bytes]) -> None:
+        """Take over a finished trace; without entries one that was lost."""
+        self._ended[front] = min(self._ended[front] + 1, self.counters.begun[front].value)
+        if entries:
+            self._kept += entries
+            self._count += 1
+        self._look()
+
+    def front_ended(self, front: int) -> None:
+        """The traces that a front process had begun and not handed over will not come."""
+        self._ended[front] = max(self.counters.begun[front].value, self._ended[front])
+        self._look()
+
+    def end(self) -> None:
+        """Other settings hold now: write what is kept, and what is still to come as it comes."""
+        self._over = True
+        self.flush()
 
     def flush(self) -> None:
         """Write what is kept."""
@@ -127,9 +194,55 @@ class TraceScope:
             self._file.append(self._kept)
             self._kept, self._count = [], 0
 
+    def _look(self) -> None:
+        last = 0 < self._most <= sum(self._ended)
+        if self._kept and (last or (self._frequency and self._count >= self._frequency)):
+            self._write_numbered()
+        elif self._over or (not self._frequency and self._count >= KEPT):
+            self.flush()
+
     def _write_numbered(self) -> None:
         self._file.write_numbered(self._kept)
         self._kept, self._count = [], 0
+
+
+class Outbox:
+    """Finished traces on their way to the owner, one message at a time; more than MOST_BYTES are lost."""
+
+    def __init__(self, state: ReplicatedState) -> None:
+        self._state = state
+        self._waiting: list[tuple[int, list[bytes]]] = []  # scope and entries
+        self._nbytes = 0
+        self._sending: asyncio.Task[None] | None = None
+
+    def put(self, scope: int, entries: list[bytes]) -> None:
+        """Send a trace soon."""
+        nbytes = sum(map(len, entries))
+        if self._nbytes + nbytes > MOST_BYTES:
+            log.error("a trace is lost: %d bytes of them wait for the server's first process", self._nbytes)
+            entries, nbytes = [], 0
+        self._nbytes += nbytes
+        self._waiting.append((scope, entries))
+        if self._sending is None:
+            self._sending = asyncio.get_running_loop().create_task(self._send())
+
+    def send_now(self) -> None:
+        """Send all, ahead of whatever this process tells the owner next."""
+        if self._waiting and self._state.note is not None:
+            self._state.note(Traces.PART, self._take())
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                assert self._state.ask is not None
+                await self._state.ask(Traces.PART, self._take())
+        finally:
+            self._sending = None
+
+    def _take(self) -> Content:
+        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        kept = [(scope, [entry.decode() for entry in entries]) for scope, entries in waiting]
+        return {"front": self._state.front, "kept": kept}
 
 
 class RequestTrace:
@@ -210,51 +323,155 @@ def _data(tensor: Tensor) -> str:
         return ""
 
 
-class Traces:
-    """The traces of one front process. `on` while any request may have to be traced."""
+class Traces(ReplicatedPart):
+    """The traces of one front process, and in the owner their files. `on` while any request may have to be
+    traced."""
 
-    def __init__(self, engine: Engine, start: Mapping[str, Setting]) -> None:
-        """`start`: the settings that the server began with, where they are not the defaults."""
+    PART = "kserve traces"
+
+    def __init__(
+        self,
+        engine: Engine,
+        start: Mapping[str, Setting],
+        check: Callable[[Mapping[str, Setting]], None],
+        state: ReplicatedState,
+        fronts: int,
+    ) -> None:
+        """`start`: the settings that the server began with, where they are not the defaults; `check` raises
+        ServeError for settings that cannot be."""
         self.on = False
-        self._engine = engine
+        self._engine, self._check, self._state, self._fronts = engine, check, state, fronts
         self._start: dict[str, Setting] = {**DEFAULTS, **start}
         self._changes: dict[str, dict[str, Setting]] = {"": {}}  # by model, "" for all
         self._files: dict[str, TraceFile] = {}
-        self._scopes: dict[str, TraceScope] = {}
-        self._last_id = 0
-        self._begin([""])
+        self._scopes: dict[str, TraceScope] = {}  # by model
+        self._numbers: dict[str, int] = {}  # of the scopes
+        self._sinks: dict[int, TraceSink] = {}  # by the number of their scope
+        self._next = 0
+        self._outbox = Outbox(state)
+        self._ids: ScopeCounters | None = None  # whose `taken` is the last id
+        if state.owned:
+            self._ids = ScopeCounters(fronts)
+            self._begin([""])
+        state.add(self.PART, self)
 
     def show(self, model: str = "") -> dict[str, Setting]:
         """Return the settings of a model, "" for all others."""
         return {**self._start, **self._changes[""], **self._changes.get(model, {})}
 
-    def change(
-        self,
-        changes: Mapping[str, Setting | None],
-        model: str,
-        check: Callable[[Mapping[str, Setting]], None],
-    ) -> None:
-        """Set these for a model, or for all by ""; None goes back to what holds for all. What would hold then
-        is shown to `check`, and nothing changes if that raises."""
+    async def change(self, changes: Mapping[str, Setting | None], model: str) -> None:
+        """Set these for a model, or for all by "", in every front process; None goes back to what holds for
+        all. Raises ServeError, and then nothing changes."""
+        change = {"model": model, "changes": changes}
+        if self._state.ask is not None:
+            await self._state.ask(self.PART, change)
+        else:
+            await self.carry_out(change)
+
+    # --- in the owner
+
+    async def carry_out(self, change: Content) -> None:
+        if "kept" in change:
+            self._keep(change)
+            return
+        model, changes = change["model"], change["changes"]
         given = {**self._changes.get(model, {}), **changes}
         own = {name: value for name, value in given.items() if value is not None}
-        check({**self._start, **(self._changes[""] if model else {}), **own})
+        self._check({**self._start, **(self._changes[""] if model else {}), **own})
         if own or not model:
             self._changes[model] = own
         else:
             self._changes.pop(model, None)
-        self._begin([model] if model else list(self._changes))  # all are under part of a change for all
+        models = [model] if model else list(self._changes)  # all are under part of a change for all
+        gone = self._begin(models)
+        if self._state.publish is not None:  # until here the others hand over what belongs to those that end
+            await self._state.publish(self.PART, [self._record(models)])
+        for number in gone:
+            self._sinks[number].end()
+        self._forget_done()
 
-    def _begin(self, models: Iterable[str]) -> None:
-        """Begin the traces of these models anew."""
+    def records(self) -> Iterator[StateRecord]:
+        assert self._ids is not None
+        yield StateRecord({"ids": True}, (self._ids.fd,))
+        yield self._record(list(self._changes))
+
+    def noted(self, front: int, content: Content) -> None:
+        self._keep(content)
+
+    def front_ended(self, front: int) -> None:
+        for sink in self._sinks.values():
+            sink.front_ended(front)
+        self._forget_done()
+
+    def fronts_ended(self) -> None:
+        """Write what is kept, and end the files."""
+        for sink in self._sinks.values():
+            sink.flush()
+            sink.counters.close_fd()
+        self._sinks.clear()
+        for file in self._files.values():
+            file.close()
+        if self._ids is not None:
+            self._ids.close_fd()
+
+    def _record(self, models: list[str]) -> StateRecord:
+        scopes = [(name, self._numbers[name]) for name in models if name in self._changes]
+        fds = [self._sinks[number].counters.fd for _, number in scopes]
+        return StateRecord({"changes": self._changes, "scopes": scopes}, fds)
+
+    def _begin(self, models: Iterable[str]) -> list[int]:
+        """Begin the traces of these models anew, and return the numbers of the scopes that end."""
+        gone = []
         for model in models:
-            gone = self._scopes.pop(model, None)
-            if gone is not None:
-                gone.flush()
+            if self._scopes.pop(model, None) is not None:
+                gone.append(self._numbers.pop(model))
             if model in self._changes:
                 settings = self.show(model)
-                self._scopes[model] = TraceScope(settings, self._file(str(settings["trace_file"])))
+                number, self._next = self._next, self._next + 1
+                counters = ScopeCounters(self._fronts)
+                sink = TraceSink(settings, counters, self._file(str(settings["trace_file"])))
+                self._sinks[number], self._numbers[model] = sink, number
+                self._scopes[model] = TraceScope(settings, counters, partial(sink.keep, self._state.front))
         self._look()
+        return gone
+
+    def _keep(self, content: Content) -> None:
+        for number, entries in content["kept"]:
+            sink = self._sinks.get(number)
+            if sink is not None:  # else that front process counts as ended
+                sink.keep(content["front"], [entry.encode() for entry in entries])
+
+    def _forget_done(self) -> None:
+        for number in [number for number, sink in self._sinks.items() if sink.done]:
+            self._sinks.pop(number).counters.close_fd()
+
+    def _file(self, path: str) -> TraceFile:
+        return self._files.setdefault(path, TraceFile(path))
+
+    # --- in other front processes
+
+    def apply(self, content: Content, fds: list[int]) -> None:
+        """Take over settings and begin the scopes that are new; what belongs to others goes to the owner."""
+        opened = [ScopeCounters(self._fronts, self._state.front, fd) for fd in fds]
+        for counters in opened:
+            counters.close_fd()
+        if "ids" in content:
+            (self._ids,) = opened
+            return
+        self._outbox.send_now()
+        self._changes = content["changes"]
+        for (model, number), counters in zip(content["scopes"], opened, strict=True):
+            put = partial(self._outbox.put, number)
+            self._scopes[model] = TraceScope(self.show(model), counters, put)
+        for model in self._scopes.keys() - self._changes.keys():
+            del self._scopes[model]
+        self._look()
+
+    def hand_over(self) -> None:
+        """This front process ends: give the owner what it has not got yet."""
+        self._outbox.send_now()
+
+    # --- in all
 
     def _look(self) -> None:
         self.on = any(scope.on for scope in self._scopes.values())
@@ -262,12 +479,12 @@ class Traces:
     def sample(self, model: str) -> RequestTrace | None:
         """A trace for the request that comes now, None for most."""
         scope = self._scopes.get(model) or self._scopes.get("")
-        if scope is None or not scope.wants():
+        if scope is None or self._ids is None:
             return None
-        if not scope.on:  # that was its last
+        wanted = scope.wants()
+        if not scope.on:  # there was a last one
             self._look()
-        self._last_id += 1
-        return RequestTrace(self._last_id, scope, self._engine)
+        return RequestTrace(self._ids.taken.take() + 1, scope, self._engine) if wanted else None
 
     @contextmanager
     def one(self, model: str) -> Iterator[RequestTrace | None]:
@@ -278,13 +495,3 @@ class Traces:
         finally:
             if traced is not None:
                 traced.end()
-
-    def close(self) -> None:
-        """Write what is kept, and end the files."""
-        for scope in self._scopes.values():
-            scope.flush()
-        for file in self._files.values():
-            file.close()
-
-    def _file(self, path: str) -> TraceFile:
-        return self._files.setdefault(path, TraceFile(path))

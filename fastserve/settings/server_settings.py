@@ -365,10 +365,6 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
         self._check_tls()
-        if self.triton.trace_config and self.front_count > 1:  # they would write over each other's files
-            raise ValueError(
-                f"triton.trace_config: given with frontends {self.frontends}, allowed: with frontends 1"
-            )
         given, most = self.triton.http_max_input_size, self.limits.body_bytes
         if given > max(most, INPUT_BYTES):  # it would never be reached
             raise ValueError(

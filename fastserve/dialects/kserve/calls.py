@@ -30,7 +30,6 @@ from fastserve.dialects.kserve.service import (
     LOG_SETTINGS,
     TEXT,
     KServeService,
-    check_trace,
     error_body,
     read_trace,
     read_version,
@@ -198,12 +197,12 @@ def _show_batch(batch: BatchCounts) -> dict[str, Any]:
 # --- settings -------------------------------------------------------------------------------------------
 
 
-def set_trace(service: KServeService, arguments: CallArguments) -> dict[str, Any]:
+async def set_trace(service: KServeService, arguments: CallArguments) -> dict[str, Any]:
     if arguments.name and service.catalog.available(arguments.name, None) is None:
         raise invalid(f"Request for unknown model : {arguments.name}")
     if arguments.given is not None:
         changes = read_trace(arguments.read(), gap="" if arguments.over_http else " ")
-        service.traces.change(changes, arguments.name, check_trace)
+        await service.traces.change(changes, arguments.name)
     return dict(service.traces.show(arguments.name))
 
 

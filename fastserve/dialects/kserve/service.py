@@ -1,7 +1,7 @@
 """The state of one front process for HTTP and gRPC: engine, trace and log settings, errors (spec 1.2, 9).
 
-Settings are kept per front process and take effect elsewhere: `log_*` in the server's own log (logs.py),
-`trace_*` in `serving/traces`. The operator names the files, never a client. Every error kind has its HTTP
+Settings are the same in all front processes and take effect elsewhere: `log_*` in the server's own log
+(logs.py), `trace_*` in `serving/traces`. The operator names the files, never a client. Every error kind has its HTTP
 status in one table; an error in a request's JSON is INTERNAL here, as in Triton.
 """
 
@@ -226,7 +226,8 @@ class KServeService(DialectService):
         super().__init__(context, "kserve_v2")
         self.options = options
         self.health_bodies = context.settings.kserve_replies
-        self.traces = Traces(self.engine, parse_trace_config(options.trace_config))
+        start, fronts = parse_trace_config(options.trace_config), context.settings.front_count
+        self.traces = Traces(self.engine, start, check_trace, context.state, fronts)
         self.log = LogSettings(context.settings.log.level, context.state)
         http, grpc = options.http_header_forward_pattern, options.grpc_header_forward_pattern
         self.forward_http = HeaderForwarding(http) if http else None

@@ -82,7 +82,7 @@ class KServeV2(Dialect):
         return [*made, make_infer(service), make_stream(service)]
 
     def close(self) -> None:
-        self.traces.close()
+        self.traces.hand_over()
 
     def _choose(self, target: KServeTarget) -> Endpoint:
         service, operation = self._service, target.operation
