@@ -385,7 +385,6 @@ class FrontLink:
             "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
             "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
             "load_s": counters.load_s,
-            "warm_ups": msgspec.to_builtins(counters.warm_ups),
             "on_device": isinstance(hosted, LoadedPart) and hosted.queue.on_device,
             "cached": CachedScheduler.number_of(version),
             "text": msgspec.to_builtins(version.text),

@@ -25,7 +25,7 @@ import uvloop
 
 from fastserve.codec.generation import Info
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
-from fastserve.engine.counters import COUNTERS, RequestCounters, WarmUp, counters_of
+from fastserve.engine.counters import COUNTERS, RequestCounters, counters_of
 from fastserve.engine.engine import SCHEDULER, Engine, Scheduler, find_scheduler
 from fastserve.engine.relay.channel import CHANNEL_FDS, RelayChannel
 from fastserve.engine.relay.client import RelayClient, RelayScheduler
@@ -215,7 +215,6 @@ class FrontProcess:
             version.text = msgspec.convert(message["text"], Info)
         counters = COUNTERS.put(version, RequestCounters(memory))
         counters.load_s = float(message["load_s"])
-        counters.warm_ups = msgspec.convert(message["warm_ups"], list[WarmUp])
         if message["relayed"]:
             SCHEDULER.put(version, RelayScheduler(self._relay, message["version"]))
         followed = self._versions[message["version"]] = FollowedVersion(version)

@@ -68,11 +68,6 @@ def test_settings_name_the_field(path: str, value: object, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_trace_file_has_one_front() -> None:
-    with pytest.raises(ConfigError, match="allowed: with frontends 1"):
-        load_settings(None, {"triton.trace_config": ("triton,file=f",), "frontends": "2"})
-
-
 def test_flags_have_no_other_name() -> None:
     from fastserve.settings import Settings, list_fields
 

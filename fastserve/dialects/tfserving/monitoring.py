@@ -2,7 +2,7 @@
 
 All numbers are sums over the front processes: calls are counted in the registry's memory, for two dict
 lookups each, and `/metrics` does not show them. Batches and warm-ups are read at a scrape from what every
-version counts anyway, and are of all APIs.
+version counts anyway, by the owner of the models, and are of all APIs.
 
 The text differs from Prometheus' usual one: no HELP lines, braces even without labels, `:` in
 names, upper bounds that are exclusive, numbers of six significant digits.
@@ -10,6 +10,7 @@ names, upper bounds that are exclusive, numbers of six significant digits.
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -19,11 +20,15 @@ from math import nextafter
 
 from fastserve.codec.json_text import to_bytes
 from fastserve.engine import counters_of
+from fastserve.errors import ServeError
 from fastserve.metrics import Metric, Registry
 from fastserve.metrics.quantiles import middle_ns
 from fastserve.repository.model_config import round_up
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import ServingContext
+from fastserve.serving.replication import Content, ReplicatedPart
+
+log = logging.getLogger(__name__)
 
 REQUEST_COUNT = "/tensorflow/serving/request_count"
 REQUEST_LATENCY = "/tensorflow/serving/request_latency"
@@ -183,7 +188,6 @@ def _before_digit(name: str) -> str:
 SESSION = "/tensorflow/serving/batching_session/"
 WAIT_BOUNDS_US = tuple(100 * 1.2**bucket for bucket in range(52))
 SIZE_BOUNDS = tuple(2.0**exponent for exponent in range(14))
-_RUNNING = (VersionState.AVAILABLE, VersionState.UNLOADING)
 POOL = "batch_threads"
 """The original's name of threads that nobody has named."""
 
@@ -202,46 +206,40 @@ class SessionCounts:
         self.waited_ns += other.waited_ns
 
 
-RUNS = Metric("_tfserving_runs", "Of versions that are gone.", "counter", ("rows", "filled"))
-WAITS = Metric("_tfserving_waits", "Of versions that are gone.", "counter", ("bucket",))
-WAITED_NS = Metric("_tfserving_waited_ns", "Of versions that are gone.", "counter")
+class BatchesPart(ReplicatedPart):
+    """Counts of the batches and warm-ups of a server's versions, which the owner of the models shows: it knows
+    those that failed to load, and keeps the batches of those that are gone."""
 
-
-class BatchSessions:
-    """Counts of the batches that a server's versions have run. The owner of the models keeps those of
-    versions that are gone."""
+    PART = "tfserving batches"
 
     def __init__(self, context: ServingContext) -> None:
-        self._registry, self._catalog = context.registry, context.engine.catalog
-        if context.state.ask is None:  # this is the owner
+        self._catalog, self._state = context.engine.catalog, context.state
+        self._gone = SessionCounts()
+        if self._state.owned:
+            self._state.add(self.PART, self)
             self._catalog.on_change.append(self._keep)
 
-    def write(self) -> list[str]:
-        """The lines; none before the first batch."""
-        total = self._read_gone()
-        for model in self._catalog.models.values():
-            for version in model.versions.values():
-                if version.batching and version.state in _RUNNING:
-                    total.add(_count_batches(version))
-        return _write_batches(total) if total.runs else []
+    async def lines(self) -> list[str]:
+        """Return the lines; none of batches before the first, and none at all while the owner is silent."""
+        try:
+            return (await self._state.show(self.PART, {})).splitlines()
+        except ServeError as fault:  # the rest of the page may tell why
+            log.warning("the metrics page has no batches: %s", fault.message)
+            return []
+
+    async def answer(self, question: Content) -> str:
+        versions = [version for model in self._catalog.models.values() for version in model.versions.values()]
+        total = SessionCounts()
+        total.add(self._gone)
+        for version in versions:
+            if version.batching and version.state is not VersionState.END:
+                total.add(_count_batches(version))
+        batches = _write_batches(total) if total.runs else []
+        return "\n".join([*batches, *write_warm_ups(versions)])
 
     def _keep(self, version: Version) -> None:
-        if version.state is not VersionState.END or not version.batching:
-            return
-        gone, registry = _count_batches(version), self._registry
-        for (rows, filled), runs in gone.runs.items():
-            registry.counters(RUNS).of(rows, filled).add(runs)
-        for bucket, count in gone.waits.items():
-            registry.counters(WAITS).of(bucket).add(count)
-        registry.counters(WAITED_NS).of().add(gone.waited_ns)
-
-    def _read_gone(self) -> SessionCounts:
-        runs, waits, waited = self._registry.read(RUNS, WAITS, WAITED_NS)
-        return SessionCounts(
-            Counter({(int(rows), int(filled)): int(count) for (rows, filled), (count,) in runs.items()}),
-            Counter({int(bucket): int(count) for (bucket,), (count,) in waits.items()}),
-            sum(int(ns) for (ns,) in waited.values()),
-        )
+        if version.state is VersionState.END and version.batching:
+            self._gone.add(_count_batches(version))
 
 
 def _count_batches(version: Version) -> SessionCounts:

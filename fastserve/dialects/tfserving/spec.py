@@ -15,7 +15,7 @@ from fastserve.codec.json_text import target_text
 from fastserve.dialects.tfserving.classify import VERBS, ExamplesEndpoint
 from fastserve.dialects.tfserving.errors import html_page
 from fastserve.dialects.tfserving.metadata import find_versions, write_metadata, write_status
-from fastserve.dialects.tfserving.monitoring import BatchSessions, write_warm_ups
+from fastserve.dialects.tfserving.monitoring import BatchesPart
 from fastserve.dialects.tfserving.operations import describe_model
 from fastserve.dialects.tfserving.predict import PredictEndpoint
 from fastserve.dialects.tfserving.routes import (
@@ -55,7 +55,7 @@ class TFServing(Dialect):
 
     def __init__(self, context: ServingContext, options: TFServingOptions) -> None:
         self._service = TFServingService(context, options)
-        self._sessions = BatchSessions(context)
+        self._batches = BatchesPart(context)
 
     def route(self, method: str, target: str) -> Route | None:
         """The route of a target, None when it is not under /v1/, KServe's / or the metrics page."""
@@ -130,10 +130,8 @@ class TFServing(Dialect):
     def _overflow(self, call: Call) -> None:
         call.reply(400, b"", headers=self._service.headers)
 
-    def _page(self, call: Call) -> None:
-        models = self._service.catalog.models.values()
-        more = self._sessions.write()
-        more += write_warm_ups([version for model in models for version in model.versions.values()])
+    async def _page(self, call: Call) -> None:
+        more = await self._batches.lines()
         call.reply(200, self._service.monitor.write(more), TEXT)
 
     def _wrong_page(self, call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import gzip
@@ -210,19 +211,30 @@ def traced(path: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def test_traces(tmp_path: Path) -> None:
+async def written(path: Path) -> dict[int, dict[str, Any]]:
+    """Wait for a whole trace file, which the server's first process writes, and read it."""
+    while not (path.exists() and path.read_text().endswith("]")):
+        await asyncio.sleep(0.005)
+    return traced(path)
+
+
+@pytest.mark.parametrize("frontends", [1, 3])
+def test_traces(tmp_path: Path, frontends: int) -> None:
+    """Each request has a connection of its own, and so another front process than the one before."""
     write_model(tmp_path / "models")
     file = tmp_path / "trace"
 
     async def work() -> None:
         flags = (f"triton,file={file}", "rate=2", "triton,log-frequency=2")
-        async with serving(tmp_path / "models", trace_config=flags) as asked:
+        many = {"frontends": frontends}
+        async with serving(tmp_path / "models", many, trace_config=flags) as asked:
             setting, infer = "/v2/trace/setting", "/v2/models/twice/infer"
             status, shown = await asked.http(setting, {"trace_level": ["TIMESTAMPS"]})
             assert (status, shown["trace_level"], shown["trace_file"]) == (200, ["TIMESTAMPS"], str(file))
             for number in range(6):
                 assert (await asked.http(infer, {"id": str(number), **TWO}))[0] == 200
-            first = traced(tmp_path / "trace.0")  # the third is kept until there is a fourth, or the end
+            first = await written(tmp_path / "trace.0")
+            # The third is kept until there is a fourth, or the end.
             assert [one["request_id"] for one in first.values()] == ["1", "3"]
             times = first[1]["times"]
             assert (first[1]["model_name"], first[1]["model_version"]) == ("twice", 1)
@@ -234,7 +246,7 @@ def test_traces(tmp_path: Path) -> None:
             for _ in range(3):
                 assert (await asked.http(infer, TWO))[0] == 200
             assert asked.server.front.dialects["kserve_v2"].traces.on  # for the other models
-            (one,) = traced(tmp_path / "trace.1").values()
+            (one,) = (await written(tmp_path / "trace.1")).values()
             given = {"name": "x", "data": "1.0,2.0", "shape": "1,2", "dtype": "FP32"}
             assert one["tensors"] == [
                 ("TENSOR_QUEUE_INPUT", given),

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.dialects.kserve.models import write_probe_models
 from tests.dialects.kserve.replay import V2, exchange
 from tests.dialects.kserve.test_options import Asked, serving
@@ -34,10 +36,13 @@ async def stats(asked: Asked, model: str) -> dict[str, Any]:
     return found
 
 
-def test_statistics(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontends", [1, 3])
+def test_statistics(tmp_path: Path, frontends: int) -> None:
+    """Each request has a connection of its own, and so another front process than the one before."""
     write_probe_models(tmp_path)
     models = ("simple", "cached", "boom", "repeat", "ens")
     settings = {"model_control": "explicit", "load_models": models, "response_cache_bytes": 1 << 20}
+    settings |= {"frontends": frontends}
 
     async def work() -> None:
         async with serving(tmp_path, settings) as asked:

@@ -74,7 +74,8 @@ def test_requests_and_what_ran(tmp_path: Path) -> None:
     run(work())
 
 
-def test_warm_up_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontends", [1, 3])
+def test_warm_up_records(tmp_path: Path, frontends: int) -> None:
     version = write(tmp_path, logs(predict(1, 2), both(3)))
     broken = write(tmp_path / "other", logs(predict(1)) + b"short")
     entries = (ModelEntry("m", str(version.parent)), ModelEntry("broken", str(broken.parent)))
@@ -84,11 +85,16 @@ def test_warm_up_records(tmp_path: Path) -> None:
         "load_models": (),
         "load_retries": 0,
         "keep_going": True,
+        "frontends": frontends,
     }
 
     async def work() -> None:
         async with serving(tmp_path, tfserving=TFServingOptions(monitoring=True), **settings) as served:
-            told = {name: value for name, value in (await samples(served)).items() if "warmup" in name}
+            pages = [await samples(served) for _ in range(frontends)]  # of as many front processes
+            told, *others = [
+                {name: value for name, value in page.items() if "warmup" in name} for page in pages
+            ]
+            assert others == [told] * (frontends - 1)
             good, bad = (
                 f'{{model_path="{version}",status="OK"}}',
                 f'{{model_path="{broken}",status="DATA_LOSS"}}',
@@ -115,15 +121,17 @@ def test_every_name_is_documented() -> None:
     assert "`input_batch_size`" in page
 
 
-def test_batches_are_told_and_outlive_their_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontends", [1, 3])
+def test_batches_are_told_and_outlive_their_version(tmp_path: Path, frontends: int) -> None:
     write_model(tmp_path, allowed_batch_sizes=[2, 4])
+    settings = {"tfserving": TFServingOptions(monitoring=True), "frontends": frontends}
 
     async def work() -> None:
-        async with serving(tmp_path, tfserving=TFServingOptions(monitoring=True)) as served:
+        async with serving(tmp_path, **settings) as served:
             client = await served.client()
 
             async def page() -> str:
-                status, body = await client.get(PAGE)
+                status, body = await (await served.client()).get(PAGE)
                 assert status == 200
                 return body.decode()
 

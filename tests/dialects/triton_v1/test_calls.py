@@ -29,12 +29,12 @@ async def status_of(served: Rig, model: str = "") -> Any:
     return response.server_status
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_counters(tmp_path: Path, dense: bool) -> None:
+@pytest.mark.parametrize(("dense", "frontends"), [(False, 1), (True, 1), (True, 3)])
+def test_counters(tmp_path: Path, dense: bool, frontends: int) -> None:
     write_dense(tmp_path) if dense else models.write(tmp_path, "simple")
 
     async def ask() -> None:
-        async with rig(tmp_path) as served:
+        async with rig(tmp_path, frontends=frontends) as served:
             fresh = (await status_of(served, "simple")).model_status["simple"].version_status[1]
             assert (fresh.ready_state, fresh.model_inference_count, len(fresh.infer_stats)) == (1, 0, 0)
             assert fresh.last_inference_timestamp_milliseconds == 0
@@ -159,11 +159,12 @@ def test_forms(tmp_path: Path) -> None:
     run(ask())
 
 
-def test_the_servers_own_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontends", [1, 3])
+def test_the_servers_own_counts(tmp_path: Path, frontends: int) -> None:
     write_dense(tmp_path)
 
     async def ask() -> None:
-        async with rig(tmp_path) as served:
+        async with rig(tmp_path, frontends=frontends) as served:
             for _ in range(2):
                 await served.ask("GET", "/api/health/live")
                 await served.ask("GET", "/api/repository/index")
