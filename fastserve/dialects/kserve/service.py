@@ -1,8 +1,8 @@
 """The state of one front process for HTTP and gRPC: engine, trace and log settings, errors (spec 1.2, 9).
 
 Settings are the same in all front processes and take effect elsewhere: `log_*` in the server's own log
-(logs.py), `trace_*` in `serving/traces`. The operator names the files, never a client. Every error kind has its HTTP
-status in one table; an error in a request's JSON is INTERNAL here, as in Triton.
+(logs.py), `trace_*` in `serving/traces`. The operator names the files, never a client. Every error kind has
+its HTTP status in one table; an error in a request's JSON is INTERNAL here, as in Triton.
 """
 
 from __future__ import annotations

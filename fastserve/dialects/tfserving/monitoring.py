@@ -207,14 +207,15 @@ class SessionCounts:
 
 
 class BatchesPart(ReplicatedPart):
-    """Counts of the batches and warm-ups of a server's versions, which the owner of the models shows: it knows
-    those that failed to load, and keeps the batches of those that are gone."""
+    """Counts of the batches and warm-ups of a server's versions, which the owner of the models shows: it
+    knows those that failed to load, and keeps the batches of those that are gone."""
 
     PART = "tfserving batches"
 
     def __init__(self, context: ServingContext) -> None:
         self._catalog, self._state = context.engine.catalog, context.state
         self._gone = SessionCounts()
+        self._ending: set[Version] = set()  # another one of their number may be listed by now
         if self._state.owned:
             self._state.add(self.PART, self)
             self._catalog.on_change.append(self._keep)
@@ -228,18 +229,23 @@ class BatchesPart(ReplicatedPart):
             return []
 
     async def answer(self, question: Content) -> str:
-        versions = [version for model in self._catalog.models.values() for version in model.versions.values()]
+        models = self._catalog.models.values()
+        versions = [version for model in models for version in model.versions.values()]
         total = SessionCounts()
         total.add(self._gone)
-        for version in versions:
+        for version in {*versions, *self._ending}:
             if version.batching and version.state is not VersionState.END:
                 total.add(_count_batches(version))
         batches = _write_batches(total) if total.runs else []
         return "\n".join([*batches, *write_warm_ups(versions)])
 
     def _keep(self, version: Version) -> None:
-        if version.state is VersionState.END and version.batching:
-            self._gone.add(_count_batches(version))
+        if version.state is VersionState.UNLOADING:
+            self._ending.add(version)
+        elif version.state is VersionState.END:
+            self._ending.discard(version)
+            if version.batching:
+                self._gone.add(_count_batches(version))
 
 
 def _count_batches(version: Version) -> SessionCounts:
