@@ -246,7 +246,7 @@ class RequestCounters:
         self.load_s = 0.0  # how long it took to load
         self._closed: list[ClosedRing] = []
         self._responses: dict[int, ResponseTooks] = {}
-        self._answered: dict[int, tuple[SharedTook, SharedTook]] = {}  # by batch size: badly, well
+        self._places: dict[int, int] = {}  # in the memory, by batch size
 
     def close(self, queue: BatchQueue) -> None:
         """Drop a queue that closes: a reference would keep its arena's memory. Its counts stay."""
@@ -292,13 +292,16 @@ class RequestCounters:
 
     def answered(self, size: int, ns: int, *, well: bool) -> None:
         """Count a request of a batch size, for an API that tells sizes apart."""
-        tooks = self._answered.get(size)
-        if tooks is None:
-            at, own = self.memory.of_size("requests", size), self.memory.own
-            tooks = SharedTook(own, at + 2), SharedTook(own, at)
-            if len(self._answered) < MOST_SIZES:
-                self._answered[size] = tooks
-        tooks[well].add(ns)
+        at = self._places.get(size)
+        if at is None:
+            at = self.memory.of_size("requests", size)
+            if len(self._places) < MOST_SIZES:
+                self._places[size] = at
+        if not well:
+            at += 2
+        own = self.memory.own
+        own[at] += 1
+        own[at + 1] += ns
 
     def by_size(self) -> dict[int, SizeCounts]:
         """Return what `answered` has counted, by batch size."""
