@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from time import monotonic_ns
 
 from fastserve.dialects.text_common.mindie_metrics import MindieMetrics
 from fastserve.errors import Kind, ServeError
+from fastserve.metrics import Metric, Registry
 from fastserve.net.request import Call
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.text import TextModel, TextModels, TextStream
@@ -27,12 +27,15 @@ class RunningRequest:
     stopped: bool = False
 
 
-class RunningRequests:
-    """The running requests of one front process."""
+REQUESTS = Metric("_textgen_requests", "Requests that run.", "gauge", ("model",))
 
-    def __init__(self) -> None:
+
+class RunningRequests:
+    """The running requests of one front process, and how many all of them have."""
+
+    def __init__(self, registry: Registry) -> None:
         self._held: dict[str, RunningRequest] = {}
-        self._counts: Counter[str] = Counter()
+        self._registry, self._counts = registry, registry.gauges(REQUESTS)
 
     @contextlib.contextmanager
     def hold(self, model: str, request_id: str, stream: TextStream) -> Iterator[RunningRequest]:
@@ -40,20 +43,19 @@ class RunningRequests:
         if request_id in self._held:
             raise ServeError(Kind.ALREADY_EXISTS, "Duplicate request id")
         held = RunningRequest(stream)
-        self._counts[model] += 1
+        self._counts.of(model).add(1)
         if request_id:
             self._held[request_id] = held
         try:
             yield held
         finally:
             self._held.pop(request_id, None)
-            self._counts[model] -= 1
-            if not self._counts[model]:
-                del self._counts[model]
+            self._counts.of(model).add(-1)
 
     def count(self, model: str) -> int:
-        """Requests of a model."""
-        return self._counts[model]
+        """Requests of a model, in all front processes."""
+        (found,) = self._registry.read(REQUESTS)
+        return int(found.get((model,), (0,))[0])
 
     def stop(self, request_id: str) -> bool:
         """End a request with what it has; False when there is none of that id."""
@@ -86,7 +88,10 @@ class TextService(DialectService):
         self.options = options
         self.texts = TextModels(context, options.default_model)
         self.images = Images(image_rules(options))
-        self.running, self.figures = RunningRequests(), MindieMetrics(context.registry, context.state)
+        self.running, self.figures = (
+            RunningRequests(context.registry),
+            MindieMetrics(context.registry, context.state),
+        )
 
     def read(self, call: Call, model: TextModel) -> None:
         """A call was read, and is about to be asked of the model."""
