@@ -199,7 +199,7 @@ class ResponseTooks:
 
 @dataclass(slots=True)
 class SizeCounts:
-    """Requests of one batch size, of an API that tells them apart."""
+    """Requests of one batch size, of an API that shows them by size."""
 
     success: Took = field(default_factory=Took)
     failed: Took = field(default_factory=Took)
@@ -291,7 +291,7 @@ class RequestCounters:
         memory.set("last_ns", time.monotonic_ns())
 
     def answered(self, size: int, ns: int, *, well: bool) -> None:
-        """Count a request of a batch size, for an API that tells sizes apart."""
+        """Count a request of a batch size, for an API that shows them by size."""
         at = self._places.get(size)
         if at is None:
             at = self.memory.of_size("requests", size)

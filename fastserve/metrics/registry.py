@@ -81,8 +81,8 @@ class FairList:
 
 
 class FailedRequests:
-    """The last failed requests of each model served: `of` those that the model or the server failed, `refused`
-    those that their clients got wrong. Each has room of its own."""
+    """The last failed requests of each model served: `of` those that the model or the server failed,
+    `refused` those that their clients got wrong. Each has room of its own."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[FairList, FairList]] = {}

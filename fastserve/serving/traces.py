@@ -151,7 +151,7 @@ class TraceScope:
 
 
 class TraceSink:
-    """What becomes of the traces of one scope, in the owner: they are kept until they are written."""
+    """The finished traces of one scope, in the owner: they are kept until they are written."""
 
     def __init__(self, settings: Mapping[str, Setting], counters: ScopeCounters, file: TraceFile) -> None:
         self._most = int(str(settings["trace_count"]))
@@ -206,7 +206,7 @@ class TraceSink:
         self._kept, self._count = [], 0
 
 
-class Outbox:
+class TraceOutbox:
     """Finished traces on their way to the owner, one message at a time; more than MOST_BYTES are lost."""
 
     def __init__(self, state: ReplicatedState) -> None:
@@ -348,7 +348,7 @@ class Traces(ReplicatedPart):
         self._numbers: dict[str, int] = {}  # of the scopes
         self._sinks: dict[int, TraceSink] = {}  # by the number of their scope
         self._next = 0
-        self._outbox = Outbox(state)
+        self._outbox = TraceOutbox(state)
         self._ids: ScopeCounters | None = None  # whose `taken` is the last id
         if state.owned:
             self._ids = ScopeCounters(fronts)
