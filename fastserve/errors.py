@@ -201,6 +201,12 @@ class DeadlineError(ServeError):
         self.queued = queued
 
 
+def install_text(packages: str, extra: str) -> str:
+    """Return how missing packages are installed. The extra is not in the command: on the package index another
+    project has the name fastserve."""
+    return f"pip install {packages}, as fastserve's extra {extra} does"
+
+
 def check_system() -> None:
     """Raise ConfigError on a system that no server runs on."""
     if sys.platform != "linux":

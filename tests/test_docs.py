@@ -27,6 +27,21 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in targets if not (page.parent / link).exists()] == []
 
 
+def test_nothing_leads_to_the_namesake_on_the_package_index() -> None:
+    """Another project has the name there: pages, errors and written files install a wheel by its path."""
+    paths = [
+        *PAGES,
+        *(path for place in ("fastserve", "examples", "deploy") for path in (ROOT / place).rglob("*")),
+    ]
+    texts = {
+        path: path.read_text()
+        for path in paths
+        if path.suffix in (".md", ".py", ".yaml", ".txt", "") and path.is_file()
+    }
+    by_name = re.compile(r"(?:pip install|uvx)(?: -\S+)* ['\"]?fastserve(?![-_\w/]*\.whl)")
+    assert [path.relative_to(ROOT).as_posix() for path, text in texts.items() if by_name.search(text)] == []
+
+
 def test_drawings_are_the_tables() -> None:
     done = subprocess.run([sys.executable, "tools/draw_tables.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, "run tools/draw_tables.py"

@@ -27,7 +27,7 @@ class Missing(Exception):
 def what_is_missing() -> list[str]:
     """In words; nothing where it can run."""
     if importlib.util.find_spec("torch") is None:
-        return ["PyTorch: pip install 'fastserve[torch]'"]
+        return ["PyTorch: pip install torch"]
     import torch
 
     if not torch.version.cuda:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fastserve.errors import ConfigError
+from fastserve.errors import ConfigError, install_text
 from fastserve.settings.fields import fault_text
 
 TO_ONNX = "python -m tf2onnx.convert {kind} {place} --output {folder}/model.onnx"
@@ -55,7 +55,9 @@ class BackendEntry:
     framework_needs: tuple[str, ...] = ()
     """Modules that must be installed besides."""
     extra: str = ""
-    """The extra that brings the framework: pip install 'fastserve[extra]'."""
+    """The extra that brings the framework."""
+    packages: str = ""
+    """What that extra installs, by the names that pip knows on every machine."""
     alternative: str = ""
     """The alternative for its models where the framework is not wanted."""
     triton: str = ""
@@ -82,7 +84,7 @@ class BackendEntry:
         """The error text where the framework is not installed."""
         instead = f", or {self.alternative}" if self.alternative else ""
         return (
-            f"the {self.name} backend needs {self.framework}: pip install 'fastserve[{self.extra}]'{instead}"
+            f"the {self.name} backend needs {self.framework}: {install_text(self.packages, self.extra)}{instead}"
         )
 
 
@@ -114,6 +116,7 @@ BACKENDS = {
             needs_config=False,
             framework="onnxruntime",
             extra="onnx",
+            packages="onnxruntime",
             triton="onnxruntime",
             triton_platform="onnxruntime_onnx",
             triton_instances=2,
@@ -126,6 +129,7 @@ BACKENDS = {
             other_files=("model.pt2", "model.py"),
             framework="torch",
             extra="torch",
+            packages="torch",
             triton="pytorch",
             triton_platform="pytorch_libtorch",
         ),
@@ -137,6 +141,7 @@ BACKENDS = {
             needs_config=False,
             framework="tensorflow",
             extra="tensorflow",
+            packages="tensorflow",
             alternative="convert the model: " + TO_ONNX.format(kind="--saved-model", place="N", folder="N"),
         ),
         BackendEntry(
@@ -146,6 +151,7 @@ BACKENDS = {
             other_files=("model.ubj",),
             framework="xgboost",
             extra="xgboost",
+            packages="xgboost",
         ),
         BackendEntry(
             "sklearn",
@@ -154,6 +160,7 @@ BACKENDS = {
             other_files=("model.joblib",),
             framework="sklearn",
             extra="sklearn",
+            packages="scikit-learn",
         ),
         BackendEntry(
             "triton_python",
@@ -186,6 +193,7 @@ BACKENDS = {
             framework="torch",
             framework_needs=("transformers", "tokenizers", "safetensors"),
             extra="llm",
+            packages="torch transformers safetensors",
         ),
         BackendEntry(
             "text_python",

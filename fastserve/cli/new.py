@@ -7,6 +7,9 @@ from pathlib import Path
 
 import click
 
+REQUIREMENTS = """# and fastserve, by the path of its wheel: on the package index another project has this name
+pytest
+"""
 APP = {
     "app.py": '''"""{name}: models that fastserve serves."""
 
@@ -55,7 +58,7 @@ def test_the_server_answers():
         finally:
             server.terminate()
 ''',
-    "requirements.txt": "fastserve\npytest\n",
+    "requirements.txt": REQUIREMENTS,
     "README.md": """# {name}
 
 ```sh
@@ -105,7 +108,7 @@ def test_the_server_answers():
         finally:
             server.terminate()
 ''',
-    "requirements.txt": "fastserve\npytest\n",
+    "requirements.txt": REQUIREMENTS,
     "README.md": """# {name}
 
 ```sh

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from fastserve.backends.registry import BACKENDS, TO_ONNX, BackendEntry, find_backend
-from fastserve.errors import ConfigError
+from fastserve.errors import ConfigError, install_text
 from fastserve.repository.model_config import ModelConfig, config_json, may_share, parse_model_config
 from fastserve.repository.triton_config.completion import complete_from_files, find_file
 from fastserve.repository.triton_config.reading import (
@@ -338,7 +338,7 @@ def _saved_model(where: str, place: str) -> str:
     entry = BACKENDS["tensorflow"]
     told = _CONVERT.format(kind="--saved-model", place=f"{where}{place}", folder=where)
     if not entry.installed:
-        told = f"pip install 'fastserve[{entry.extra}]', or {told}"
+        told = f"{install_text(entry.packages, entry.extra)}, or {told}"
         return "which needs TensorFlow to run: " + told + f"; the first wants it as {where}" * bool(place)
     if place:
         return f"which is served where its files lie in {where} itself: move them up, or {told}"

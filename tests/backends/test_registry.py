@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME, find_backend
 from fastserve.errors import ConfigError, ServeError
 from tests.server.rig import run, serving
 
+ROOT = Path(__file__).parents[2]
 TENSOR = {"dtype": "float32", "shape": [4]}
+
+
+def extra_of_pyproject(name: str) -> list[str]:
+    """Return the requirements of an extra; Python 3.10 cannot read the whole file."""
+    written = re.search(
+        rf"^{name} = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert written is not None
+    found: list[str] = ast.literal_eval(written[1])
+    return found
 
 
 @pytest.mark.parametrize("entry", BACKENDS.values(), ids=BACKENDS)
@@ -23,7 +36,10 @@ def test_every_entry_is_whole(entry) -> None:
         module, _, name = entry.entry_point.partition(":")
         assert callable(getattr(import_module(module), name))
     assert not entry.triton or BY_TRITON_NAME[entry.triton] is entry
-    assert bool(entry.framework) == bool(entry.extra)
+    assert bool(entry.framework) == bool(entry.extra) == bool(entry.packages)
+    if entry.extra:
+        brought = {Requirement(one).name.replace("-cpu", "") for one in extra_of_pyproject(entry.extra)}
+        assert set(entry.packages.split()) == brought
 
 
 def test_a_class_of_ones_own_is_a_backend() -> None:

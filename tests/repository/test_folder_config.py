@@ -68,13 +68,13 @@ def test_a_saved_model_without_tensorflow_says_what_to_install_and_how_to_conver
     saved = write_saved_model(tmp_path)
     assert saved.error == (
         "m/1 is a TensorFlow SavedModel, which needs TensorFlow to run: "
-        "pip install 'fastserve[tensorflow]', or convert it: "
+        "pip install tensorflow, as fastserve's extra tensorflow does, or convert it: "
         "python -m tf2onnx.convert --saved-model m/1 --output m/1/model.onnx"
     )
     (tmp_path / "m" / "model.yaml").write_text("backend: tensorflow\n")
     report = explain(RepositorySettings(repository=str(tmp_path)))
     assert report.models[0].problems == [
-        "the tensorflow backend needs tensorflow: pip install 'fastserve[tensorflow]', or convert the model: "
+        "the tensorflow backend needs tensorflow: pip install tensorflow, as fastserve's extra tensorflow does, or convert the model: "
         "python -m tf2onnx.convert --saved-model N --output N/model.onnx"
     ]
 

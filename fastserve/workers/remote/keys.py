@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fastserve.errors import ConfigError
+from fastserve.errors import ConfigError, install_text
 
-MISSING_ZMQ = "remote workers need pyzmq: pip install 'fastserve[remote]'"
+MISSING_ZMQ = f"remote workers need pyzmq: {install_text('pyzmq', 'remote')}"
 Z85 = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 _ZAP = "inproc://zeromq.zap.01"
 _MOST_REFUSALS = 64

@@ -34,7 +34,7 @@ from tests.running import Running
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("tensorflow") is None,
-        reason="TensorFlow is not installed: pip install 'fastserve[tensorflow]'",
+        reason="TensorFlow is not installed: pip install tensorflow",
     ),
     pytest.mark.lingers,  # TensorFlow's threads never end
     pytest.mark.timeout(240),
