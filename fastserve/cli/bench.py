@@ -115,6 +115,7 @@ class LoadProtocol(NamedTuple):
             return body
         path = self.path.format(quote(options.model, safe=""))
         more = f"{HEADER_LENGTH}: {json_bytes}\r\n" if json_bytes else ""
+        more += "".join(f"{name}: {value}\r\n" for name, value in options.server.trust.headers.items())
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {self.content_type}\r\n{more}"
         return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
@@ -307,14 +308,15 @@ class GrpcLoadClient:
     def __init__(self, load: ClosedLoop) -> None:
         import grpc.aio
 
-        trust, target = load.trust or Trust(), f"{load.host}:{load.port}"
         self._fault, self._timeout_s = grpc.aio.AioRpcError, load.timeout_s
-        self._channel = trust.channel(grpc.aio, target, load.trust is not None, GRPC_OPTIONS)
+        self._metadata = tuple(load.trust.headers.items())
+        self._channel = load.trust.channel(grpc.aio, f"{load.host}:{load.port}", load.secured, GRPC_OPTIONS)
         self._call = self._channel.unary_unary(load.method)
 
     async def ask(self, request: bytes) -> tuple[str, int]:
         try:
-            return "OK", len(await self._call(request, timeout=self._timeout_s))
+            reply = await self._call(request, timeout=self._timeout_s, metadata=self._metadata)
+            return "OK", len(reply)
         except self._fault as fault:
             self.reusable = fault.code().name != "UNAVAILABLE"
             return fault.code().name, 0
@@ -336,7 +338,9 @@ class ClosedLoop:
     timeout_s: float
     requests: list[bytes]
     method: str = ""
-    trust: Trust | None = None
+    trust: Trust = Trust()
+    secured: bool = False
+    """gRPC goes over TLS, as `trust` has it; HTTP does so where there is `tls`."""
     tls: ssl.SSLContext | None = None
     result: LoadResult = field(default_factory=LoadResult)
     _counting: bool = False
@@ -444,14 +448,16 @@ def bench(
     server, chosen = ServerClient(url, trust), PROTOCOLS[protocol]
     target = server.url if not chosen.grpc else grpc if "://" in grpc else f"http://{grpc}"
     host, port = address(target, "--grpc" if chosen.grpc else "--url")
+    secured = target.startswith("https://")
     options = LoadOptions(server, model, rows, length, signature)
     bodies = chosen.bodies(options, data.read_bytes() if data else None)
     load = ClosedLoop(
         *(host, port, connections, warm_up, duration, timeout),
         [chosen.encode(options, f"{host}:{port}", *body) for body in bodies],
         method=chosen.path if chosen.grpc else "",
-        trust=trust if target.startswith("https://") else None,
-        tls=trust.context() if target.startswith("https://") and not chosen.grpc else None,
+        trust=trust,
+        secured=secured,
+        tls=trust.context() if secured and not chosen.grpc else None,
     )
     result = run_loop(load.run())
     lines = [json.dumps(as_json(result), indent=2)] if as_json_text else report(result)

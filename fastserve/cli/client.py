@@ -1,4 +1,4 @@
-"""Client of a running server for commands: TF Serving's REST API, one blocking request at a time, and TLS."""
+"""Client of a running server for commands: TF Serving's REST API, one blocking request at a time, TLS and keys."""
 
 from __future__ import annotations
 
@@ -22,15 +22,23 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 READABLE = click.Path(exists=True, dir_okay=False)
+API_KEY = "FASTSERVE_API_KEY"
 
 
 class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """TLS options of a client: paths of PEM files. Without `cacert` the machine's authorities count."""
+    """How a client and its server prove who they are: TLS, by paths of PEM files, and an API key. Without
+    `cacert` the machine's authorities count."""
 
     cacert: str = ""
     insecure: bool = False
     cert: str = ""
     key: str = ""
+    api_key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of each request, and the metadata of each call of gRPC, which wants lower case."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def context(self) -> ssl.SSLContext:
         """Return the TLS context for HTTP. Raises ClickException for unreadable files."""
@@ -65,14 +73,28 @@ class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return module.secure_channel(address, self.credentials(), options=options)
 
 
+def read_api_key(context: click.Context, parameter: click.Parameter, text: str) -> str:
+    """Return a key without the spaces around it. Raises BadParameter, which does not repeat it."""
+    key = text.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise click.BadParameter("it has characters that a header cannot have")
+    return key
+
+
 def with_trust(command: Command) -> Command:
-    """Add the TLS options to a command, which is called with `trust`."""
+    """Add the options of TLS and of API keys to a command, which is called with `trust`."""
 
     @functools.wraps(command)
     def called(
-        *args: Any, cacert: str | None, insecure: bool, cert: str | None, key: str | None, **options: Any
+        *args: Any,
+        cacert: str | None,
+        insecure: bool,
+        cert: str | None,
+        key: str | None,
+        api_key: str,
+        **options: Any,
     ) -> Any:
-        trust = Trust(cacert or "", insecure, cert or "", key or "")
+        trust = Trust(cacert or "", insecure, cert or "", key or "", api_key)
         return command(*args, trust=trust, **options)
 
     options = (
@@ -80,6 +102,15 @@ def with_trust(command: Command) -> Command:
         click.option("--insecure", is_flag=True, help="Trust any server (HTTP only)."),
         click.option("--cert", type=READABLE, help="A certificate of this client, in PEM."),
         click.option("--key", type=READABLE, help="Its key, where it is in another file."),
+        click.option(
+            "--api-key",
+            default="",
+            envvar=API_KEY,
+            show_envvar=True,
+            callback=read_api_key,
+            metavar="TEXT",
+            help="The key that the server asks for.",
+        ),
     )
     decorated: Any = called
     for option in reversed(options):
@@ -91,7 +122,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 60.0
 
 url_option = click.option(
-    "--url", default=DEFAULT_URL, show_default=True, envvar="FASTSERVE_URL", help="The server's HTTP address."
+    "--url",
+    default=DEFAULT_URL,
+    show_default=True,
+    envvar="FASTSERVE_URL",
+    show_envvar=True,
+    help="The server's HTTP address.",
 )
 
 
@@ -120,14 +156,16 @@ class ServerClient:
             has = f"; the server has {', '.join(known)}" if known else "; the server has no model"
             raise click.ClickException(f"404: {error_text(answer)}{has}")
         if status != 200:
-            raise click.ClickException(f"{status}: {error_text(answer)}")
+            raise refusal(status, answer)
         return answer
 
     def exchange(
         self, path: str, body: bytes | None, content_type: str, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
         """Return (status, body) of the reply. Raises ClickException when there is none."""
-        sent = {} if body is None else {"Content-Type": content_type, **(headers or {})}
+        sent = dict(self.trust.headers)
+        if body is not None:
+            sent |= {"Content-Type": content_type, **(headers or {})}
         try:
             request = urllib.request.Request(self.url + path, body, sent)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._context) as reply:
@@ -143,14 +181,15 @@ class ServerClient:
 
         Raises ClickException unless the status is 200, and on a break.
         """
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **self.trust.headers}
+        request = urllib.request.Request(self.url + path, body, headers)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._context) as reply:
                 for line in reply:
                     if line.startswith(b"data:"):
                         yield line[5:].strip()
         except urllib.error.HTTPError as fault:
-            raise click.ClickException(f"{fault.code}: {error_text(fault.read())}") from None
+            raise refusal(fault.code, fault.read()) from None
         except (OSError, ValueError, http.client.HTTPException) as fault:
             reason = fault.reason if isinstance(fault, urllib.error.URLError) else fault
             raise click.ClickException(f"cannot ask {self.url}: {reason}. Is the server running?") from None
@@ -161,7 +200,7 @@ class ServerClient:
         if status == 404:
             return []
         if status != 200:
-            raise click.ClickException(f"{status}: {error_text(answer)}")
+            raise refusal(status, answer)
         found: list[dict[str, Any]] = json.loads(answer)["model_version_status"]
         return found
 
@@ -175,7 +214,7 @@ class ServerClient:
         """Return the body of /healthz/ready: `ready`, `reason`, and `models` by name."""
         status, answer = self.exchange("/healthz/ready", None, "")
         if status not in (200, 503):
-            raise click.ClickException(f"{status}: {error_text(answer)}")
+            raise refusal(status, answer)
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -185,6 +224,12 @@ def model_path(model: str, version: int | None = None, label: str | None = None)
     if version is not None:
         return f"{path}/versions/{version}"
     return f"{path}/labels/{quote(label, safe='')}" if label else path
+
+
+def refusal(status: int, body: bytes) -> click.ClickException:
+    """Return the error of an answer with another status than 200."""
+    how = f"; this command sends the key of --api-key or {API_KEY}" if status == 401 else ""
+    return click.ClickException(f"{status}: {error_text(body)}{how}")
 
 
 def error_text(body: bytes) -> str:

@@ -40,19 +40,25 @@ class Conversations:
         *,
         timeout_s: float = 60.0,
         headers: Mapping[str, str] | None = None,
+        api_key: str = "",
         binary: bool = True,
         cacert: str = "",
         cert: str = "",
         key: str = "",
     ) -> None:
         """`timeout_s` bounds a call, and each part of a stream over HTTP. `binary=False` sends numbers as
-        JSON. `cacert`, `cert` and `key` are paths of PEM files. Raises ValueError for another kind of URL."""
+        JSON. `api_key` goes with each request as `Authorization: Bearer`. `cacert`, `cert` and `key` are paths
+        of PEM files. Raises ValueError for another kind of URL, and for a key beside such a header."""
         parts = urlsplit(url)
         if parts.scheme not in PORTS or not parts.hostname or parts.path not in ("", "/"):
             raise ValueError(f"url: allowed: http, https, grpc or grpcs://HOST[:PORT], not {url!r}")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s: more than 0, not {timeout_s}")
         self._port, self._sent_headers = parts.port or PORTS[parts.scheme], dict(headers or {})
+        if api_key:
+            if any(name.lower() == "authorization" for name in self._sent_headers):
+                raise ValueError("api_key: not beside a header authorization, which it would be sent as")
+            self._sent_headers["authorization"] = f"Bearer {api_key}"
         self._host, self._timeout_s = parts.hostname, timeout_s
         self._secured, self._files = parts.scheme.endswith("s"), (cacert, cert, key)
         self._over_rpc = parts.scheme.startswith("grpc")

@@ -79,7 +79,7 @@ def keys(tmp_path: Path) -> Keys:
 
 
 IN = b"POST /echo hi"
-NO, LITTLE = WANTED.encode(), REFUSED.encode()
+NO, LITTLE = WANTED.encode(), REFUSED.format("infer").encode()
 
 
 def test_a_key_is_read_from_each_of_its_headers(keys: Keys) -> None:
