@@ -338,7 +338,7 @@ class ClosedLoop:
     timeout_s: float
     requests: list[bytes]
     method: str = ""
-    trust: Trust = Trust()
+    trust: Trust = field(default_factory=Trust)
     secured: bool = False
     """gRPC goes over TLS, as `trust` has it; HTTP does so where there is `tls`."""
     tls: ssl.SSLContext | None = None

@@ -1,4 +1,4 @@
-"""Client of a running server for commands: TF Serving's REST API, one blocking request at a time, TLS and keys."""
+"""Client of a running server for commands: TF Serving's REST API, one request at a time, TLS and keys."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class Conversations:
         key: str = "",
     ) -> None:
         """`timeout_s` bounds a call, and each part of a stream over HTTP. `binary=False` sends numbers as
-        JSON. `api_key` goes with each request as `Authorization: Bearer`. `cacert`, `cert` and `key` are paths
-        of PEM files. Raises ValueError for another kind of URL, and for a key beside such a header."""
+        JSON. `api_key` is sent as `Authorization: Bearer`. `cacert`, `cert` and `key` are paths of PEM files.
+        Raises ValueError for another kind of URL, and for an API key beside such a header."""
         parts = urlsplit(url)
         if parts.scheme not in PORTS or not parts.hostname or parts.path not in ("", "/"):
             raise ValueError(f"url: allowed: http, https, grpc or grpcs://HOST[:PORT], not {url!r}")

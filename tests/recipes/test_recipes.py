@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.page import Kitchen, compare, read_recipe
+from tests.recipes.page import Kitchen, compare, read_recipe, split_commands
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
 RECIPES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "README")
@@ -16,6 +16,7 @@ PAGES = [FOLDER.parent / "quickstart.md", FOLDER.parent / "clients.md", *RECIPES
 TORCH = {"pytorch", "transformers", "embeddings"}
 # What a page imports besides the suite's own packages: `make test-extras` has it.
 NEEDS = {"xgboost": "xgboost", "tensorflow": "tensorflow", "fastapi": "fastapi", "notebook": "nbclient"}
+SERVING = "fastserve run ", "fastserve serve "
 HUB_MODEL = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
 WORDS = "a cat kitten sleeps is asleep the tax due in may what day . !"
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
@@ -64,6 +65,15 @@ def test_recipe(page: Path, tmp_path: Path) -> None:
 def test_every_recipe_is_listed() -> None:
     text = (FOLDER / "README.md").read_text()
     assert [page.stem for page in RECIPES if f"({page.name})" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_server_ends_its_block(page: Path) -> None:
+    """It does not return: a reader who pastes the block would wait for what stands below it."""
+    for block in read_recipe(page, {}).blocks:
+        commands = split_commands(block.text) if block.language == "sh" else []
+        serving = [number for number, text in enumerate(commands, 1) if text.startswith(SERVING)]
+        assert serving in ([], [len(commands)]), block.text
 
 
 @pytest.mark.parametrize(
