@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.running import CLI, Running
@@ -37,15 +37,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One page. Each key of `stand_ins`, such as the name of a model of the hub, is replaced in its text."""
+    """One page."""
 
     name: str
     blocks: tuple[Block, ...]
-    stand_ins: dict[str, str] = field(default_factory=dict)
 
 
-def read_recipe(path: Path, stand_ins: dict[str, str]) -> Recipe:
-    return Recipe(path.stem, tuple(Block(*found) for found in BLOCK.findall(path.read_text())), stand_ins)
+def read_recipe(path: Path) -> Recipe:
+    return Recipe(path.stem, tuple(Block(*found) for found in BLOCK.findall(path.read_text())))
 
 
 class RecipeServer(Running):
@@ -80,8 +79,6 @@ class Kitchen:
         output = ""
         for block in recipe.blocks:
             text = block.text
-            for word, stand_in in recipe.stand_ins.items():
-                text = text.replace(word, stand_in)
             if block.title:
                 path = self.folder / block.title
                 path.parent.mkdir(parents=True, exist_ok=True)
