@@ -1,7 +1,8 @@
-# Everything is installed into .venv: by `make serve` what serving needs, by `make build` what the other targets need
+# Everything is installed into .venv: by `make install` what serving needs, by `make build` what the other targets need
 # besides; `make extras` installs what few tests need into .venv-extras.
 #
-#   make serve [ARGS="--http 127.0.0.1:9000"]    the demo repository, served
+#   make install                                 the command `fastserve`: . .venv/bin/activate
+#   make serve [ARGS="--http 127.0.0.1:9000"]    the same, and the demo repository, served
 #   make test  [ARGS="tests/net -k pipeline"]   the suite, two processes a core (JOBS=0: in one)
 #   make test-fast                               without servers and workers, a fifth of the examples
 #   make test-extras                             what needs TensorFlow, XGBoost, Node.js, Chromium, ..., which it installs
@@ -35,7 +36,7 @@ EXTRAS := .venv-extras
 .DELETE_ON_ERROR:
 # Recipes share an environment and a folder of products; those that take long use all cores by themselves.
 .NOTPARALLEL:
-.PHONY: build torch FORCE serve test test-fast test-gpu extras test-extras test-ray docs lint format bench wheel sdist wheels sbom debug torture differential clean
+.PHONY: build torch FORCE install serve test test-fast test-gpu extras test-extras test-ray docs lint format bench wheel sdist wheels sbom debug torture differential clean
 
 build: $(INSTALLED) $(TORCH) $(EXTENSIONS) $(PROTOS)
 
@@ -79,7 +80,9 @@ $(PROTOS): $(PROTO_SOURCES) setup.py tools/write_triton_structs.py | $(RUNTIME)
 	$(BIN)/python setup.py -q protos
 	@touch $@
 
-serve: $(RUNTIME) $(EXTENSIONS) $(PROTOS)
+install: $(RUNTIME) $(EXTENSIONS) $(PROTOS)
+
+serve: install
 	@exec $(BIN)/fastserve serve demo $(ARGS)
 
 # A file's tests stay together, in their order: they share servers. A third of their time is waiting, for workers
