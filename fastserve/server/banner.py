@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def banner_text(
         lines.append(EMPTY.format(folder=settings.repository))
     ports = [listener for listener in http if not listener.in_file]
     if settings.repository == "demo" and ports:
-        lines += ["", "Try:", *(f"  {line}" for line in demo_requests(ports[0], settings))]
+        ready = [name for name, state in readiness.models.items() if state.ready]
+        lines += ["", "Try:", *(f"  {line}" for line in demo_requests(ports[0], settings, ready))]
         if settings.allow_metrics:
             place = _place("http", secure, ports[0])
             lines.append(f"and, in a browser, to see what it does: {place}/console")
@@ -170,8 +172,8 @@ def fill_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
 
 
-def demo_requests(listener: Listener, settings: Settings) -> list[str]:
-    """Return curl lines for the demo repository."""
+def demo_requests(listener: Listener, settings: Settings, models: Collection[str]) -> list[str]:
+    """Return curl lines for models of the demo repository."""
     tls = settings.tls
     root = _place("http", bool(tls.cert), listener)
     curl = f"curl --cacert {tls.cert}" if root.startswith("https") and names_file(tls.cert) else "curl"
@@ -183,10 +185,9 @@ def demo_requests(listener: Listener, settings: Settings) -> list[str]:
     }
     digit = json.dumps({"instances": [[int(n) for n in SEVEN.split(",")]]}, separators=(",", ":"))
     halves = '{"instances": [1.0, 2.0, 5.0]}'
-    return [
-        f"{curl} -N {root}/infer -d '{json.dumps(prompt)}'",
-        f"{base}/half_plus_two:predict -d '{halves}'",
-        f"{base}/digits:predict -d '{digit}'",
-        f"{base}/digits/metadata",
-        f"{curl} {root}/metrics",
-    ]
+    lines = {
+        "scribe": [f"{curl} -N {root}/infer -d '{json.dumps(prompt)}'"],
+        "half_plus_two": [f"{base}/half_plus_two:predict -d '{halves}'"],
+        "digits": [f"{base}/digits:predict -d '{digit}'", f"{base}/digits/metadata"],
+    }
+    return [*(line for name in lines if name in models for line in lines[name]), f"{curl} {root}/metrics"]

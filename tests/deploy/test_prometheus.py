@@ -74,6 +74,14 @@ def test_the_autoscalers_metric_is_the_adapters() -> None:
     assert set(re.findall(r"\bfastserve_\w+_seconds_\w+", query)) <= series
 
 
+def test_the_expressions_of_the_page_name_what_is_exported() -> None:
+    page = (FOLDER.parents[1] / "docs/observability.md").read_text()
+    expressions = page.split("Useful expressions:")[1].split("```")[1]
+    asked = set(re.findall(r"\bfastserve_\w+", expressions))
+    assert {"fastserve_request_duration_seconds_bucket", "fastserve_queue_duration_seconds_bucket"} <= asked
+    assert all("model" in metric_labels(name) for name in asked)
+
+
 def test_promtool_takes_the_rules() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

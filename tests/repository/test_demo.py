@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 
 from fastserve.demo import demo_repository
-from fastserve.metrics import Readiness
+from fastserve.metrics import ModelReadiness, Readiness
 from fastserve.repository.check import explain
 from fastserve.repository.layout import Layout
 from fastserve.repository.version import Version
@@ -62,8 +62,10 @@ def test_a_machine_without_torch_serves_all_and_says_what_cannot_run(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     report = explain(RepositorySettings(repository="demo"))
     assert report.ok, report.text()
-    told = banner_text(Settings(repository="demo"), (Listener("127.0.0.1:1"),), (), Readiness())
+    ready = Readiness(True, models={TEXT_MODEL: ModelReadiness(True)})
+    told = banner_text(Settings(repository="demo"), (Listener("127.0.0.1:1"),), (), ready)
     assert "curl -N http://127.0.0.1:1/infer" in told
+    assert "digits" not in told
     shutil.copytree(demo_repository() / TEXT_MODEL, tmp_path / TEXT_MODEL)
     config = tmp_path / TEXT_MODEL / "1" / "config.json"
     config.write_text(config.read_text().replace('"silu"', '"gelu"'))

@@ -88,7 +88,7 @@ def test_the_streaming_request_of_the_welcome():
 
     async def main():
         async with serving("demo", load_models=("scribe",)) as served:
-            line = demo_requests(Listener(f"127.0.0.1:{served.port}"), Settings())[0]
+            line = demo_requests(Listener(f"127.0.0.1:{served.port}"), Settings(), ("scribe",))[0]
             asked = [curl, "-s", "--max-time", "30", *shlex.split(line)[1:]]
             process = await asyncio.create_subprocess_exec(*asked, stdout=asyncio.subprocess.PIPE)
             return (await process.communicate())[0]
