@@ -202,8 +202,8 @@ class DeadlineError(ServeError):
 
 
 def install_text(packages: str, extra: str) -> str:
-    """Return how missing packages are installed. The extra is not in the command: on the package index another
-    project has the name fastserve."""
+    """Return how missing packages are installed. The command names no extra, which would need the path of
+    fastserve's wheel: on the package index the name belongs to another project."""
     return f"pip install {packages}, as fastserve's extra {extra} does"
 
 

@@ -97,6 +97,7 @@ def tensorflow(folder: Path) -> str:
 
 def recipes(folder: Path) -> str:
     pip(folder, *requirements.listed("test-recipes"))
+    pip(folder, "--no-deps", "-r", str(ROOT / "tests/clients.txt"))
     return ""
 
 

@@ -57,7 +57,7 @@ class BackendEntry:
     extra: str = ""
     """The extra that brings the framework."""
     packages: str = ""
-    """What that extra installs, by the names that pip knows on every machine."""
+    """The packages of that extra, by the names that pip knows on every machine."""
     alternative: str = ""
     """The alternative for its models where the framework is not wanted."""
     triton: str = ""
@@ -83,9 +83,8 @@ class BackendEntry:
     def missing_text(self) -> str:
         """The error text where the framework is not installed."""
         instead = f", or {self.alternative}" if self.alternative else ""
-        return (
-            f"the {self.name} backend needs {self.framework}: {install_text(self.packages, self.extra)}{instead}"
-        )
+        install = install_text(self.packages, self.extra)
+        return f"the {self.name} backend needs {self.framework}: {install}{instead}"
 
 
 BACKENDS = {

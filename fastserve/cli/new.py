@@ -116,8 +116,8 @@ fastserve serve models
 curl http://127.0.0.1:8000/v1/models/{name}:predict -d '{{"instances": [[1, 2, 3, 4]]}}'
 ```
 
-`pip install -r requirements.txt` before, `pytest` for the test. A folder `2` beside `1` takes over while the server runs. `version_policy: all`
-in model.yaml keeps both: `/v1/models/{name}/versions/1:predict`.
+`pip install -r requirements.txt` before, `pytest` for the test. A folder `2` beside `1` takes over while the
+server runs. `version_policy: all` in model.yaml keeps both: `/v1/models/{name}/versions/1:predict`.
 """,
 }
 KINDS = {"app": APP, "python": PYTHON}

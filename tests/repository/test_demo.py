@@ -71,7 +71,8 @@ def test_a_machine_without_torch_serves_all_and_says_what_cannot_run(
     config.write_text(config.read_text().replace('"silu"', '"gelu"'))
     (tmp_path / TEXT_MODEL / "model.yaml").write_text("backend: text")
     text = explain(RepositorySettings(repository=str(tmp_path))).text()
-    needs = "the text backend needs torch: pip install torch transformers safetensors, as fastserve's extra llm does"
+    packages = "torch transformers safetensors, as fastserve's extra llm does"
+    needs = f"the text backend needs torch: pip install {packages}"
     assert f"PROBLEM: version 1: hidden_act gelu does not run in numpy: {needs}" in text
 
 

@@ -74,7 +74,8 @@ def test_a_saved_model_without_tensorflow_says_what_to_install_and_how_to_conver
     (tmp_path / "m" / "model.yaml").write_text("backend: tensorflow\n")
     report = explain(RepositorySettings(repository=str(tmp_path)))
     assert report.models[0].problems == [
-        "the tensorflow backend needs tensorflow: pip install tensorflow, as fastserve's extra tensorflow does, or convert the model: "
+        "the tensorflow backend needs tensorflow: "
+        "pip install tensorflow, as fastserve's extra tensorflow does, or convert the model: "
         "python -m tf2onnx.convert --saved-model N --output N/model.onnx"
     ]
 
