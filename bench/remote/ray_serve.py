@@ -1,6 +1,6 @@
 """Workers that Ray places beside Ray Serve, on one cluster of this machine, in turns: docs/remote-workers.md.
 
-    pip install 'fastserve[ray]' 'ray[serve]'
+    pip install 'ray[serve]' pyzmq
     python -m bench.remote.ray_serve [--seconds 5] [--repeats 2] [--only one,rows,sleep]
 
 Both get the same raw floats over HTTP/1.1 from the same client, and answer as many; answers are checked. Ray

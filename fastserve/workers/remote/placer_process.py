@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Mapping
 
-from fastserve.errors import ConfigError
+from fastserve.errors import ConfigError, install_text
 from fastserve.settings.placement import RayPlacement
 from fastserve.util.logs import current_logs
 from fastserve.workers.control import ControlFault
@@ -38,11 +38,12 @@ def check_ray() -> None:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(f"--ray: {package} is not installed: pip install 'fastserve[ray]'") from None
+            hint = install_text("'ray>=2.40' pyzmq", "ray")
+            raise ConfigError(f"--ray: {package} is not installed: {hint}") from None
         numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
         if package == "ray" and numbers < OLDEST_RAY:
             oldest = ".".join(map(str, OLDEST_RAY))
-            raise ConfigError(f"--ray: ray is {version} here, allowed: {oldest} or later (fastserve[ray])")
+            raise ConfigError(f"--ray: ray is {version} here, allowed: {oldest} or later")
 
 
 class PlacerProcess:

@@ -258,7 +258,7 @@ def test_ray_is_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ConfigError, match=r"ray is not installed: pip install 'fastserve\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"ray is not installed: pip install 'ray>=2.40' pyzmq"):
         check_ray()
     versions["ray"] = "2.9.3"
     with pytest.raises(ConfigError, match=r"ray is 2\.9\.3 here, allowed: 2\.40 or later"):
