@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fastserve.net.request import Call, Endpoint, RequestHead
 
 WANTED = "a valid API key is required: Authorization: Bearer KEY, x-api-key or api-key"
-REFUSED = "this API key lacks the scope {}"
+LACKS_SCOPE = "this API key lacks the scope {}"
 _ALONE = (b"x-api-key", b"api-key")
 _BEARER = b"bearer"
 _DUMMY = KeyEntry("nobody", ("health",), "0" * 12, "0" * 32 + ":" + "0" * 64)
@@ -151,7 +151,7 @@ class ApiKeyGate:
         if key is None:
             return ServeError(Kind.UNAUTHENTICATED, WANTED, reason=Reason.API_KEY)
         if scope is not None and scope not in key.scopes:
-            return ServeError(Kind.PERMISSION_DENIED, REFUSED.format(scope.value), reason=Reason.API_KEY)
+            return ServeError(Kind.PERMISSION_DENIED, LACKS_SCOPE.format(scope.value), reason=Reason.API_KEY)
         return None
 
     def _in_force(self, key: ApiKey | None) -> ApiKey | None:

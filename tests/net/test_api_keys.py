@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.net.access_control import Opening, Scope
-from fastserve.net.api_keys import REFUSED, WANTED, ApiKeyGate, keyed
+from fastserve.net.api_keys import LACKS_SCOPE, WANTED, ApiKeyGate, keyed
 from fastserve.net.callback_guard import SUBJECT
 from fastserve.net.grpc import GrpcListener, Method
 from fastserve.net.http1.large_bodies import BULK_BYTES
@@ -79,7 +79,7 @@ def keys(tmp_path: Path) -> Keys:
 
 
 IN = b"POST /echo hi"
-NO, LITTLE = WANTED.encode(), REFUSED.format("infer").encode()
+NO, LITTLE = WANTED.encode(), LACKS_SCOPE.format("infer").encode()
 
 
 def test_a_key_is_read_from_each_of_its_headers(keys: Keys) -> None:

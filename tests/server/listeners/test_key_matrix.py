@@ -17,7 +17,7 @@ import pytest
 from fastserve.app.json_api import SPEC as APP
 from fastserve.dialects import SPECS as DIALECTS
 from fastserve.net.access_control import Scope
-from fastserve.net.api_keys import REFUSED, WANTED
+from fastserve.net.api_keys import LACKS_SCOPE, WANTED
 from fastserve.server import Server
 from fastserve.settings import GrpsOptions, Listener, Settings, TFServingOptions
 from fastserve.settings.key_file import changing, make_key
@@ -195,7 +195,7 @@ async def call(channel: grpc.aio.Channel, path: str, headers: dict[str, str]) ->
     if code is grpc.StatusCode.UNAUTHENTICATED:
         assert details == WANTED
         return "401"
-    lacks = code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(REFUSED.format(""))
+    lacks = code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(LACKS_SCOPE.format(""))
     return "403" if lacks else "in"
 
 
