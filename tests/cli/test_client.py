@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import uvloop
 from click.testing import CliRunner, Result
+from tritonclient.utils import InferenceServerException
 
 from fastserve import AsyncClient, Client
 from fastserve.cli import main
@@ -110,6 +113,20 @@ def test_a_client_sends_its_key(server: KeyedServer, kind: str) -> None:
             return await client.half_plus_two([2.0])
 
     assert asyncio.run(ask()).tolist() == [3.0]
+
+
+@pytest.mark.lingers  # the first client of gevent's opens a loop, for good
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_tritonclient_sends_it_as_docs_clients_says(server: KeyedServer, kind: str) -> None:
+    module = import_module(f"tritonclient.{kind}")
+    row = np.array([2.0], np.float32)
+    with module.InferenceServerClient(getattr(server, kind)) as client:
+        x = module.InferInput("x", row.shape, "FP32")
+        x.set_data_from_numpy(row)
+        headers = {"authorization": f"Bearer {server.keys['asks']}"}
+        assert client.infer("half_plus_two", [x], headers=headers).as_numpy("y").tolist() == [3.0]
+        with pytest.raises(InferenceServerException, match="a valid API key is required"):
+            client.infer("half_plus_two", [x])
 
 
 def test_a_client_has_one_key() -> None:
