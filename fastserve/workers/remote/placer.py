@@ -38,6 +38,7 @@ PATIENCE_S = 5.0  # until the runner gets the reason why an actor has no node ye
 GRACE_S = 5.0  # for a worker to end by itself
 PROBE_S = 5.0
 AGAIN_S = 5.0  # between two tries to reach Ray
+NODE_LOOK_S = 5.0  # between two looks whether the driver's own node lives
 REASON_CHARACTERS = 400
 LOCAL_STORE_BYTES = 80 << 20  # of a Ray of our own: nothing of ours lies in its object store
 NODES_NAMED = 4
@@ -47,7 +48,7 @@ class RayCluster:
     """The cluster as its driver sees it. `error` is why there is none, "" while there is."""
 
     def __init__(self, address: str) -> None:
-        self.error, self.ip = "", ""
+        self.error, self.ip, self._node_id = "", "", ""
         self._address, self._tried_s = address, -AGAIN_S
         self._ray: Any = None
 
@@ -82,9 +83,17 @@ class RayCluster:
         finally:
             for number, handler in handlers.items():  # Ray's end the process, which ends with its owner alone
                 signal.signal(number, handler)
+        self._node_id = str(ray.get_runtime_context().get_node_id())
         self.ip = "127.0.0.1" if local else str(ray.util.get_node_ip_address())
         log.info("connected to Ray %s, %d nodes", ray.__version__, len(self._nodes(ray)))
         return ray
+
+    def lost_node(self) -> bool:
+        """Return whether the node that this driver belongs to has died: Ray ends its actors then, and lets
+        the driver live, which can place nothing any more. Blocks."""
+        if self._ray is None:
+            return False
+        return all(node["NodeID"] != self._node_id for node in self._nodes(self._ray))
 
     def start(self, message: Mapping[str, Any]) -> Any:
         """Ask for an actor; returns its handle."""
@@ -266,8 +275,16 @@ async def _serve(control: ControlChannel, listener: socket.socket, cluster: RayC
         lines.add(task)
         task.add_done_callback(lines.discard)
 
+    async def watch_node() -> None:
+        while not await asyncio.to_thread(cluster.lost_node):
+            await asyncio.sleep(NODE_LOOK_S)
+        log.error("this machine's node of Ray has died, and all workers that were placed from here with it")
+        exit_now(1)
+
     loop.add_reader(listener.fileno(), accept)
+    watching = loop.create_task(watch_node())
     await stopped.wait()
+    watching.cancel()
     loop.remove_reader(listener.fileno())
     if lines:
         await asyncio.wait(lines)
