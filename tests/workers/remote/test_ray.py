@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def workers() -> list[int]:
     """Remote workers of this machine that Ray has placed."""
     found = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     remote = (pid for pid in found if proc.name_of(pid) == "fs:remote")
-    return sorted(pid for pid in remote if '"place":' in proc.read(pid, "cmdline"))
+    return sorted(pid for pid in remote if re.search(r'"place":[1-9]', proc.read(pid, "cmdline")))
 
 
 def actor_of(worker: int) -> int:
