@@ -253,6 +253,13 @@ class RequestCounters:
         self.queues.remove(queue)
         self._closed.append(ClosedRing(queue.ring))
         self.waiting = _nobody
+        if not self.queues:
+            self.seal()
+
+    def seal(self) -> None:
+        """The version has ended, or could not be loaded: let go of the shared memory."""
+        self._responses.clear()
+        self.memory.seal()
 
     def show_waiting(self) -> None:
         """Tell the other front processes how many requests wait here."""

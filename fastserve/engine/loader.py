@@ -313,11 +313,18 @@ class VersionLoader:
             await self._load(version, began_ns)
 
     async def _load(self, version: Version, began_ns: int) -> None:
-        COUNTERS.put(version, RequestCounters(CountsMemory(self._fronts)))
-        if version.config.options.ensemble is not None:
-            await self._load_ensemble(version)
-            counters_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
-            return
+        counters = COUNTERS.put(version, RequestCounters(CountsMemory(self._fronts)))
+        try:
+            if version.config.options.ensemble is None:
+                await self._load_parts(version, began_ns)
+            else:
+                await self._load_ensemble(version)
+                counters.load_s = (time.monotonic_ns() - began_ns) / 1e9
+        except BaseException:
+            counters.seal()
+            raise
+
+    async def _load_parts(self, version: Version, began_ns: int) -> None:
         parts: list[LoadedPart] = []
         try:
             schedule = Schedule(version, self.cache, self._limiter)
@@ -504,7 +511,7 @@ class VersionLoader:
         ensemble.scheduler.close()
         SCHEDULER.drop(version)
         self.ensembles.pop(version, None)
-        counters_of(version).memory.close_fd()
+        counters_of(version).seal()
 
     def _open(
         self, version: Version, part: int, group: WorkerGroup, arena: Arena, inputs: Specs, outputs: Specs
@@ -542,9 +549,7 @@ class VersionLoader:
         if scheduler is not None:
             scheduler.close()
         hosted.queue.close()
-        counters = counters_of(hosted.version)
-        counters.close(hosted.queue)
-        counters.memory.close_fd()
+        counters_of(hosted.version).close(hosted.queue)
         hosted.arena.close()
         self._budget.give_back(hosted.claims)
         if hosted.pins is not None:

@@ -80,13 +80,30 @@ class CountsMemory:
             memory = map_shared_file(self.fd)
             if len(memory) != fronts * ROW_BYTES:
                 raise ValueError("not the memory of a version's counts: it is of another size")
-        self._rows = [
-            memoryview(memory)[front * ROW_BYTES : (front + 1) * ROW_BYTES].cast("Q")
-            for front in range(fronts)
-        ]
-        self.own = self._rows[front]
-        self._others = [row for row in self._rows if row is not self.own]
+        self._front = front
         self._sizes: dict[str, dict[int, int]] = {}
+        self._take_rows(memory, fronts)
+
+    def _take_rows(self, memory: mmap.mmap, fronts: int) -> None:
+        words = memoryview(memory).cast("Q")
+        self._rows = [words[front * ROW_WORDS : (front + 1) * ROW_WORDS] for front in range(fronts)]
+        self.own = self._rows[self._front]
+        self._others = [row for row in self._rows if row is not self.own]
+
+    def seal(self) -> None:
+        """The version has ended: keep the counts in memory of this process alone. The shared memory goes with
+        the last `slice` and SharedTook in it."""
+        self.close_fd()
+        if len(self._rows) == 1:
+            return
+        kept = mmap.mmap(-1, len(self._rows) * ROW_BYTES)  # a mapped file would hold a descriptor
+        words = memoryview(kept).cast("Q")
+        for number, row in enumerate(self._rows):
+            for at in range(0, ROW_WORDS, PAGE_WORDS):
+                page = row[at : at + PAGE_WORDS]
+                if any(page):
+                    words[number * ROW_WORDS + at : number * ROW_WORDS + at + PAGE_WORDS] = page
+        self._take_rows(kept, len(self._rows))
 
     def close_fd(self) -> None:
         """Close the descriptor, if there is one. The counts can still be read."""

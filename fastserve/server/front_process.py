@@ -264,6 +264,7 @@ class FrontProcess:
             queue.arena.close()
         if key not in self._parts.values():
             self._versions.pop(key, None)
+            counters_of(version).seal()
         self._control.send({"op": "closed", "id": message["id"]})
 
     async def _drain(self, message: dict[str, Any]) -> None:

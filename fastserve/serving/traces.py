@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
@@ -102,15 +103,14 @@ class ScopeCounters:
     def __init__(self, fronts: int, front: int = 0, fd: int = -1) -> None:
         """`fd`: the memory that the owner has made, which is this object's now. Raises ValueError."""
         count = _OWN + fronts
-        self.fd = make_shared_file("fastserve-trace", file_bytes(1, 1, 64, count)) if fd < 0 else fd
-        memory = map_shared_file(self.fd)
+        nbytes = file_bytes(1, 1, 64, count)
+        self.fd = make_shared_file("fastserve-trace", nbytes) if fd < 0 and fronts > 1 else fd
+        memory = map_shared_file(self.fd) if fronts > 1 else mmap.mmap(-1, nbytes)
         if fd < 0:
             lay_out(memory, 1, 1, 64, count)
         section = Section(memory, 0)
         self.seen, self.taken, *self.begun = (Counter(section, slot) for slot in range(count))
         self.own = self.begun[front]
-        if fronts == 1:
-            self.close_fd()
 
     def close_fd(self) -> None:
         """Close the descriptor. The numbers stay."""
