@@ -72,7 +72,7 @@ class AppJson(Dialect):
 
     def _find(self, path: str) -> str | None:
         """Return NAME, or NAME/VERSION, of a path."""
-        for model in self.service.catalog.models.values():
+        for model in self.service.engine.catalog.models.values():  # its path tells the model, allowed or not
             if model.latest is None or model.latest.config.backend not in KINDS:
                 continue
             script = model.latest.config.parameters.get("script", {})
@@ -119,7 +119,7 @@ class AppEndpoint:
         version = self.service.catalog.available(self._model, self._number)
         if version is not None:
             return version
-        self.service.catalog.check_started(self._model)
+        self.service.catalog.explain_absence(self._model)
         if self._model in self.service.catalog.models:
             raise ServeError(Kind.UNAVAILABLE, f"model {self._model!r} is not available now")
         raise ServeError(Kind.NOT_FOUND, f"there is no model {self._model!r}")

@@ -36,6 +36,11 @@ def parse_scopes(context: click.Context, parameter: click.Parameter, text: str) 
     return tuple(scope for scope in SCOPES if scope in words)
 
 
+def parse_models(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    """Return the patterns of a list with commas."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
 @contextlib.contextmanager
 def in_words() -> Iterator[None]:
     """End the command with a sentence about a file that cannot be used."""
@@ -55,6 +60,7 @@ def key() -> None:
     Examples:
       fastserve key new search --scopes infer,metadata --file keys.yaml
       fastserve key new prometheus --scopes metrics --expires 90d --file keys.yaml
+      fastserve key new team-a --models 'team-a-*,shared' --file keys.yaml
       fastserve key list --file keys.yaml
       fastserve key revoke search --file keys.yaml
     """
@@ -67,18 +73,23 @@ def key() -> None:
     help=f"What it may do: {', '.join(SCOPES)}.",
 )  # fmt: skip
 @click.option("--expires", default="", metavar="DATE|DURATION", help="2027-01-31, or 30m, 12h, 90d from now.")
+@click.option(
+    "--models", callback=parse_models, default="", metavar="PATTERN,...",
+    help="Models that it may use, as search-*; all without this.",
+)  # fmt: skip
 @file_option
-def new(name: str, scopes: tuple[ScopeName, ...], expires: str, path: Path) -> None:
+def new(name: str, scopes: tuple[ScopeName, ...], expires: str, models: tuple[str, ...], path: Path) -> None:
     """Add a key for NAME, and print it: the file has its hash alone, so nobody can show it again."""
     with in_words():
         until = read_expiry(expires, datetime.now(timezone.utc)) if expires else ""
         with changing(path) as entries:
             if any(entry.name == name for entry in entries):
                 raise ConfigError(f"{path}: there is a key of the name {name}; revoke it, or choose another")
-            text, entry = make_key(name, scopes, until)
+            text, entry = make_key(name, scopes, until, models=models)
             entries.append(entry)
+    of = f" of {', '.join(models)}" if models else ""
     click.echo(
-        f"{name} may {', '.join(scopes)}{f' until {until}' if until else ''}. Its key, shown once: {text}"
+        f"{name} may {', '.join(scopes)}{of}{f' until {until}' if until else ''}. Its key, shown once: {text}"
     )
 
 
@@ -96,7 +107,8 @@ def describe(entry: KeyEntry, now: float) -> str:
     """Return the line of an entry."""
     who = f"subject {entry.subject}" if entry.subject else f"id {entry.id}"
     ends = "never" if not entry.expires else entry.expires + ("  expired" if entry.expires_at <= now else "")
-    return f"{entry.name}  {','.join(entry.scopes)}  {who}  expires {ends}"
+    models = f"  models {','.join(entry.models)}" if entry.models else ""
+    return f"{entry.name}  {','.join(entry.scopes)}{models}  {who}  expires {ends}"
 
 
 @key.command(short_help="Revoke a key.")

@@ -13,6 +13,10 @@ equal rights, and no connection has rights of its own that another request on it
            this head skip it for the rest of the epoch, at no cost each. A body that is still to come is not
            read without a key (Router.check_key).
     gRPC   CallHead.admit, before a call begins; a head of this epoch costs a comparison of two numbers
+
+A key for some models leads its requests to endpoints and methods of another *compartment*: built a second
+time, over a catalog that has no other models. So no lookup, list, cache or template of a dialect has to know
+of keys.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 WANTED = "a valid API key is required: Authorization: Bearer KEY, x-api-key or api-key"
 LACKS_SCOPE = "this API key lacks the scope {}"
+WHOLE = "this server has nothing for API keys of some models"
 _ALONE = (b"x-api-key", b"api-key")
 _BEARER = b"bearer"
 _DUMMY = KeyEntry("nobody", ("health",), "0" * 12, "0" * 32 + ":" + "0" * 64)
@@ -45,6 +50,25 @@ class ApiKey(NamedTuple):
     name: str
     scopes: frozenset[Scope]
     expires_at: float
+    models: tuple[str, ...] = ()
+    """Patterns of the models that it may use; none: all."""
+
+
+class Compartment:
+    """A part of the server, for the keys of some models. Listeners keep their part of it weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+MOST_COMPARTMENTS = 256
+"""Choices of models that are kept ready: each takes 27 KB, besides what is kept of its requests, and 2.4 ms
+to be made again."""
+MakeCompartment = Callable[[tuple[str, ...]], Compartment]
+
+
+def refuse_compartments(models: tuple[str, ...]) -> Compartment:
+    """Raise ServeError: this server is whole."""
+    raise ServeError(Kind.PERMISSION_DENIED, WHOLE, reason=Reason.API_KEY)
 
 
 class _Ring(NamedTuple):
@@ -69,14 +93,20 @@ class ApiKeyGate:
     may have expired."""
 
     __slots__ = (
-        "_clock", "_followers", "_next_expiry", "_path", "_ring", "_skipping", "_stamp", "epoch",
-        "opens_health", "stale",
+        "_clock", "_compartments", "_followers", "_make_compartment", "_next_expiry", "_path", "_ring",
+        "_skipping", "_stamp", "epoch", "opens_health", "stale",
     )  # fmt: skip
 
     def __init__(
-        self, path: Path, *, opens_health: bool = True, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        *,
+        opens_health: bool = True,
+        clock: Callable[[], float] = time.time,
+        make_compartment: MakeCompartment = refuse_compartments,
     ) -> None:
-        self._path, self._clock = path, clock
+        self._path, self._clock, self._make_compartment = path, clock, make_compartment
+        self._compartments: dict[tuple[str, ...], Compartment] = {}  # those of models that keys name now
         self.opens_health = opens_health
         self.epoch = 0
         """Never 0 once `load` has returned."""
@@ -142,17 +172,28 @@ class ApiKeyGate:
         entry, found = self._ring.by_id.get(match[1], (_DUMMY, None)) if match else (_DUMMY, None)
         return self._in_force(found) if entry.fits(key) and found is not None else None
 
-    def check(self, head: RequestHead, scope: Scope | None) -> ServeError | None:
-        """Return the fault of a request for a route or an RPC; `scope` None: there is none, and any key may
-        be told so."""
+    def admit(self, head: RequestHead, scope: Scope | None) -> ApiKey | None:
+        """Return the key of a request for a route or an RPC, None where none is needed; `scope` None: there
+        is no such route, and any key may be told so. Raises ServeError UNAUTHENTICATED, PERMISSION_DENIED."""
         if scope is Scope.HEALTH and self.opens_health:
             return None
         key = self.identify(head)
         if key is None:
-            return ServeError(Kind.UNAUTHENTICATED, WANTED, reason=Reason.API_KEY)
+            raise ServeError(Kind.UNAUTHENTICATED, WANTED, reason=Reason.API_KEY)
         if scope is not None and scope not in key.scopes:
-            return ServeError(Kind.PERMISSION_DENIED, LACKS_SCOPE.format(scope.value), reason=Reason.API_KEY)
-        return None
+            raise ServeError(Kind.PERMISSION_DENIED, LACKS_SCOPE.format(scope.value), reason=Reason.API_KEY)
+        return key
+
+    def compartment_of(self, key: ApiKey | None) -> Compartment | None:
+        """Return the compartment whose endpoints answer a key's requests; None for the whole server. Raises
+        ServeError where there can be none."""
+        if key is None or not key.models:
+            return None
+        found = self._compartments.pop(key.models, None) or self._make_compartment(key.models)
+        self._compartments[key.models] = found  # the last one now
+        if len(self._compartments) > MOST_COMPARTMENTS:
+            del self._compartments[next(iter(self._compartments))]
+        return found
 
     def _in_force(self, key: ApiKey | None) -> ApiKey | None:
         return key if key is not None and key.expires_at > self._clock() else None
@@ -169,12 +210,15 @@ class ApiKeyGate:
         by_id: dict[bytes, tuple[KeyEntry, ApiKey]] = {}
         by_subject: dict[str, ApiKey] = {}
         for entry in read_keys(self._path).keys:
-            key = ApiKey(entry.name, frozenset(map(Scope, entry.scopes)), entry.expires_at)
+            models = tuple(sorted(entry.models))
+            key = ApiKey(entry.name, frozenset(map(Scope, entry.scopes)), entry.expires_at, models)
             if entry.subject:
                 by_subject[entry.subject] = key
             else:
                 by_id[entry.id.encode()] = entry, key
         self._ring, self._stamp, self.stale = _Ring(by_id, by_subject), stamp, False
+        named = {key.models for key in self._ring.all()}
+        self._compartments = {models: one for models, one in self._compartments.items() if models in named}
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -203,34 +247,58 @@ def _find_keys(head: RequestHead) -> list[bytes]:
     return found
 
 
+Narrow = Callable[[Compartment, "RequestHead"], "Endpoint"]
+
+
 class KeyedEndpoint:
     """An endpoint for requests whose key allows it; `refuse` answers the others.
 
     It stands around every other guard, and around the wait for the server's start."""
 
-    __slots__ = ("_endpoint", "_gate", "_opening", "_refuse", "_scope")
+    __slots__ = ("_endpoint", "_gate", "_narrow", "_narrowed", "_opening", "_refuse", "_scope")
 
     def __init__(
-        self, gate: ApiKeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
+        self,
+        gate: ApiKeyGate,
+        opening: Opening,
+        endpoint: Endpoint,
+        scope: Scope | None,
+        refuse: Refuse,
+        narrow: Narrow,
     ) -> None:
         self._gate, self._opening = gate, opening
         self._endpoint = endpoint
         self._scope = scope
         self._refuse = refuse
+        self._narrow = narrow
+        self._narrowed: WeakKeyDictionary[Compartment, Endpoint] = WeakKeyDictionary()
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        fault = self.find_fault(call.head)
-        if fault is None and self._scope in self._opening.closed:
-            fault = server_starting()
-        if fault is not None:
+        head = call.head
+        try:
+            key = self._gate.admit(head, self._scope)
+            if self._scope in self._opening.closed:
+                raise server_starting()
+            endpoint = self._endpoint_for(head, key)
+        except ServeError as fault:
             self._refuse(call, fault)
             return None
-        self._gate.skip(call.head, self, self._endpoint)
-        return self._endpoint(call)
+        self._gate.skip(head, self, endpoint)
+        return endpoint(call)
 
-    def find_fault(self, head: RequestHead) -> ServeError | None:
-        """Return why a request with this head is refused."""
-        return self._gate.check(head, self._scope)
+    def _endpoint_for(self, head: RequestHead, key: ApiKey | None) -> Endpoint:
+        """Return the endpoint that the key leads to. Raises ServeError."""
+        compartment = self._gate.compartment_of(key)
+        if compartment is None or self._scope is None:  # what is not there is not there for anybody
+            return self._endpoint
+        found = self._narrowed.get(compartment)
+        if found is None:
+            found = self._narrowed[compartment] = self._narrow(compartment, head)
+        return found
+
+    def check(self, head: RequestHead) -> ApiKey | None:
+        """Return the key of a request with this head. Raises ServeError."""
+        return self._gate.admit(head, self._scope)
 
 
 class TakingKeyedEndpoint(KeyedEndpoint):
@@ -240,15 +308,24 @@ class TakingKeyedEndpoint(KeyedEndpoint):
 
     def take(self, call: Call, body: ArrivedBody) -> bool:
         """Offer the body to the endpoint; False before the key is known, which the call itself finds out."""
-        if self._scope in self._opening.closed or self.find_fault(call.head) is not None:
+        try:
+            endpoint = self._endpoint_for(call.head, self.check(call.head))
+        except ServeError:
             return False
-        taken: bool = self._endpoint.take(call, body)  # type: ignore[attr-defined]
+        if self._scope in self._opening.closed or not hasattr(endpoint, "take"):
+            return False
+        taken: bool = endpoint.take(call, body)
         return taken
 
 
 def keyed(
-    gate: ApiKeyGate, opening: Opening, endpoint: Endpoint, scope: Scope | None, refuse: Refuse
+    gate: ApiKeyGate,
+    opening: Opening,
+    endpoint: Endpoint,
+    scope: Scope | None,
+    refuse: Refuse,
+    narrow: Narrow,
 ) -> KeyedEndpoint:
-    """Return the endpoint behind the gate."""
+    """Return the endpoint behind the gate; `narrow` finds those of compartments."""
     made = TakingKeyedEndpoint if hasattr(endpoint, "take") else KeyedEndpoint
-    return made(gate, opening, endpoint, scope, refuse)
+    return made(gate, opening, endpoint, scope, refuse, narrow)

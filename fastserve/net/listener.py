@@ -37,7 +37,7 @@ from fastserve.net.inherited_sockets import InheritedSockets
 from fastserve.net.limits import Verdict, slowness
 from fastserve.net.listener_state import ListenerState, ManagedConnection
 from fastserve.net.request import AccessLog
-from fastserve.net.router import HttpDialect
+from fastserve.net.router import DialectsOf, HttpDialect, Router
 from fastserve.net.sockets import AcceptGate, open_socket, shown
 from fastserve.net.tls.credentials import Credentials
 from fastserve.net.tls.handshake import Handshake
@@ -68,7 +68,8 @@ class HttpListener(ListenerState):
     `address` "" is every interface; "::" takes IPv4 as well; "unix:PATH" is a file, without a port.
     `clock` is in seconds. `services` come before plain HTTP on HTTP/2's streams (http2.stream); with
     `only_http2` a connection has to begin with HTTP/2's preface. `origins` are those of web pages that
-    may administer, `restrictions` hold for all routes, and with `gate` API keys are on. With `tls` no plain
+    may administer, `restrictions` hold for all routes, and with `gate` API keys are on; `dialects_of` has the
+    dialects for keys of some models. With `tls` no plain
     text is spoken. A `balancer` accepts the connections, and shares them with other front processes.
     `passed_on` has sockets that a service manager keeps."""
 
@@ -92,10 +93,10 @@ class HttpListener(ListenerState):
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
         gate: ApiKeyGate | None = None,
+        dialects_of: DialectsOf | None = None,
     ) -> None:
-        super().__init__(
-            dialects, limits, access_log, clock, opening, origins, restrictions, lifetimes, budget, gate
-        )
+        router = Router(dialects, opening, origins, restrictions, gate, dialects_of)
+        super().__init__(router, limits, access_log, clock, lifetimes, budget, gate)
         self.http2 = Http2Shared(self, services)
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1), self.guard)
         self.on_closed: list[Callable[[], object]] = []  # when no connection is left

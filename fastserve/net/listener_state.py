@@ -10,13 +10,12 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from fastserve.net.accept_balance import PortCount
-from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.callback_guard import Guard, Guarded
 from fastserve.net.fair_queue import FairQueue
@@ -25,7 +24,7 @@ from fastserve.net.http2.headers import ReplyBlocks
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.limits import STRAY_TLS, Verdict, WireFault, is_tls, over_limit
 from fastserve.net.request import AccessLog, Call, ReplyHeads
-from fastserve.net.router import HttpDialect, Router
+from fastserve.net.router import Router
 from fastserve.net.sockets import shown
 from fastserve.settings import LEAST_MEMORY_BYTES, Limits
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, Claim, MemoryBudget
@@ -59,13 +58,10 @@ class ListenerState:
 
     def __init__(
         self,
-        dialects: Sequence[HttpDialect],
+        router: Router,
         limits: Limits,
         access_log: AccessLog | None,
         clock: Callable[[], float],
-        opening: Opening | None,
-        origins: Sequence[str],
-        restrictions: Restrictions,
         lifetimes: Lifetimes | None,
         budget: MemoryBudget | None,
         gate: ApiKeyGate | None,
@@ -73,7 +69,7 @@ class ListenerState:
         self.budget = budget or MemoryBudget(limits.memory_bytes or LEAST_MEMORY_BYTES, clock=clock)
         self.set_limits(limits)
         self.lifetimes = lifetimes  # of HTTP/2 connections
-        self.router, self.gate = Router(dialects, opening, origins, restrictions, gate), gate
+        self.router, self.gate = router, gate
         self.heads, self.blocks = ReplyHeads(), ReplyBlocks()
         self.access_log = access_log
         self.clock = clock

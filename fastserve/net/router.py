@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Resources, Restrictions, Scope, guard
-from fastserve.net.api_keys import ApiKeyGate, KeyedEndpoint, keyed
+from fastserve.net.api_keys import ApiKeyGate, Compartment, KeyedEndpoint, keyed
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
 
@@ -131,13 +132,18 @@ def fault_headers(fault: ServeError) -> tuple[tuple[bytes, bytes], ...]:
 
 
 REMEMBERED_TARGETS = 1024
+DialectsOf = Callable[[Compartment], Sequence[HttpDialect]]
 
 
 class Router:
     """Find the endpoint of a target over the dialects of one listener, in their order. `origins` are
-    those of web pages that may administer; with `gate` every endpoint is behind an API key."""
+    those of web pages that may administer; with `gate` every endpoint is behind an API key, and `dialects_of`
+    has the dialects of this listener for keys of some models."""
 
-    __slots__ = ("_dialects", "_gate", "_opening", "_origins", "_remembered", "_restrictions", "_spokesman")
+    __slots__ = (
+        "_dialects", "_dialects_of", "_gate", "_narrowed", "_opening", "_origins", "_remembered",
+        "_restrictions", "_spokesman",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -146,8 +152,10 @@ class Router:
         origins: Sequence[str] = (),
         restrictions: Restrictions = NO_RESTRICTIONS,
         gate: ApiKeyGate | None = None,
+        dialects_of: DialectsOf | None = None,
     ) -> None:
-        self._gate = gate
+        self._gate, self._dialects_of = gate, dialects_of
+        self._narrowed: WeakKeyDictionary[Compartment, Router] = WeakKeyDictionary()
         self._dialects = tuple(dialects)
         self._opening = opening or Opening()
         self._origins = origins
@@ -172,7 +180,7 @@ class Router:
                 answer_not_found if self._spokesman is None else self._spokesman.answer_unknown
             )
             if self._gate is not None:
-                unknown = keyed(self._gate, self._opening, unknown, None, refuse_plainly)
+                unknown = keyed(self._gate, self._opening, unknown, None, refuse_plainly, self._narrow)
             return unknown, None
         dialect, route = chosen
         scope, refuse = route.scope, dialect.refuse
@@ -181,10 +189,20 @@ class Router:
         endpoint = self._restrictions.guard_endpoint(route.endpoint, scope, route.resources, refuse)
         endpoint = guard(endpoint, scope, self._origins, refuse)
         if self._gate is not None:
-            behind = keyed(self._gate, self._opening, endpoint, scope, refuse)
+            behind = keyed(self._gate, self._opening, endpoint, scope, refuse, self._narrow)
             return behind, CachedRoute(method, target, behind)
         held = self._opening.hold(endpoint, scope, refuse)
         return held, CachedRoute(method, target, endpoint)
+
+    def _narrow(self, compartment: Compartment, head: RequestHead) -> Endpoint:
+        """Return the endpoint of a head's target in a compartment. Raises ServeError where there is none."""
+        assert self._dialects_of is not None
+        router = self._narrowed.get(compartment)
+        if router is None:
+            dialects = self._dialects_of(compartment)
+            made = Router(dialects, self._opening, self._origins, self._restrictions)
+            router = self._narrowed[compartment] = made
+        return router.find(head.method, head.target)[0]
 
     def choose(self, method: str, target: str) -> tuple[HttpDialect, Route] | None:
         """Return the route that gives way least, the first of several."""
@@ -202,9 +220,10 @@ class Router:
         """Check the API key of a request whose body is still to come. Raises KeyRefused."""
         endpoint = head.endpoint
         if isinstance(endpoint, KeyedEndpoint):
-            fault = endpoint.find_fault(head)
-            if fault is not None:
-                raise KeyRefused(fault)
+            try:
+                endpoint.check(head)
+            except ServeError as fault:
+                raise KeyRefused(fault) from None
 
     def check_body(self, head: RequestHead, length: int) -> None:
         """Check a Content-Length against its route. Raises BodyRefused."""

@@ -1,17 +1,20 @@
 """The catalog of versions: the one place where dialects and the engine look a version up.
 
 A lookup is a dict access or two, since every request makes one. Changes come only from the repository (or
-from the replica of it in another process), through `move` and `put`.
+from the replica of it in another process), through `move` and `put`. A PartialCatalog has the models of a
+whole one whose names fit, for clients who may use no others.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import translate
 from typing import Protocol
 from weakref import WeakSet
 
-from fastserve.errors import ServeError, server_starting
+from fastserve.errors import Kind, Reason, ServeError, server_starting
 from fastserve.repository.version import TRANSITIONS, Model, Version, VersionState
 from fastserve.util.rate_limited_log import run_all
 
@@ -24,8 +27,21 @@ class Catalog:
         self.on_change: list[Callable[[Version], None]] = []
         self.on_blame: list[Callable[[Model], None]] = []
         """Told of a model whose folder or config is at fault, or is so no more."""
-        self.starting: dict[str, bool] = {}
+        self._starting: dict[str, bool] = {}
+        self.parts: WeakSet[PartialCatalog] = WeakSet()
+
+    @property
+    def starting(self) -> Mapping[str, bool]:
         """Models that the start of the server has not loaded yet -> whether they may generate text."""
+        return self._starting
+
+    def begin_start(self, name: str, *, may_write: bool) -> None:
+        """List a model that the start of the server will load."""
+        self._starting[name] = may_write
+
+    def end_start(self, name: str) -> bool:
+        """Note that the start has loaded the model, or failed to; return whether it was still to come."""
+        return self._starting.pop(name, None) is not None
 
     def available(self, name: str, number: int | None = None) -> Version | None:
         """Return the available version of that number, or the highest one for None."""
@@ -42,10 +58,20 @@ class Catalog:
         version = self.available(name, number)
         return version is not None and not version.down
 
-    def check_started(self, name: str) -> None:
-        """Raise ServeError UNAVAILABLE while the server's start has not loaded the model, or failed to."""
-        if name in self.starting:
-            raise server_starting(name)
+    def explain_absence(self, *names: str) -> None:
+        """Raise the ServeError of a model that was looked up in vain, under any of these names, where it is
+        not NOT_FOUND: UNAVAILABLE while the server's start has not loaded it, or failed to."""
+        for name in names:
+            if name in self.starting:
+                raise server_starting(name)
+
+    def allows(self, name: str) -> bool:
+        """Return whether the client may use a model of this name, if there is one."""
+        return True
+
+    def check_allowed(self, *names: str) -> None:
+        """Raise ServeError PERMISSION_DENIED for a model, under any of these names, that the client may not
+        use, whether there is one or not."""
 
     def blame(self, model: Model, error: ServeError | None) -> None:
         """Set why the model's folder or config cannot be used; None clears it."""
@@ -64,7 +90,15 @@ class Catalog:
         """Return the model of that name, added when it is new."""
         if name not in self.models:
             self.models[name] = Model(name)
+            for part in self.parts:
+                part.list_model(self.models[name])
         return self.models[name]
+
+    def remove(self, name: str) -> None:
+        """List a model no more."""
+        del self.models[name]
+        for part in self.parts:
+            part.models.pop(name, None)
 
     def put(self, version: Version) -> Version | None:
         """List a version under its number. Returns the one it displaces: unload that afterwards."""
@@ -90,8 +124,50 @@ class Catalog:
         if model is not None:
             found = model.available()
             model.latest = found[-1] if found else None
+        listeners = [*self.on_change, *(told for part in self.parts for told in part.listeners_of(version))]
         # A listener's fault must not stop a load half way.
-        run_all(list(self.on_change), lambda callback: callback(version))
+        run_all(listeners, lambda callback: callback(version))
+
+
+OTHER_MODEL = "this API key does not allow this model"
+
+
+class PartialCatalog(Catalog):
+    """The models of a whole catalog whose names fit one of `patterns` (fnmatch). It follows the whole one,
+    which holds it weakly, and nothing is ever changed here."""
+
+    def __init__(self, whole: Catalog, patterns: Sequence[str]) -> None:
+        super().__init__()
+        self._whole = whole
+        self._fits = re.compile("|".join(map(translate, patterns))).match
+        for model in whole.models.values():
+            self.list_model(model)
+        whole.parts.add(self)
+
+    def allows(self, name: str) -> bool:
+        return self._fits(name) is not None
+
+    @property
+    def starting(self) -> Mapping[str, bool]:
+        return {name: may_write for name, may_write in self._whole.starting.items() if self.allows(name)}
+
+    def explain_absence(self, *names: str) -> None:
+        self.check_allowed(*names)
+        super().explain_absence(*names)
+
+    def check_allowed(self, *names: str) -> None:
+        given = [name for name in names if name]
+        if given and not any(map(self.allows, given)):
+            raise ServeError(Kind.PERMISSION_DENIED, OTHER_MODEL, reason=Reason.API_KEY)
+
+    def list_model(self, model: Model) -> None:
+        """List a new model of the whole catalog, if it is in this part."""
+        if self.allows(model.name):
+            self.models[model.name] = model
+
+    def listeners_of(self, version: Version) -> list[Callable[[Version], None]]:
+        """Return who wants to know of a change of this version."""
+        return self.on_change if self.allows(version.model) else []
 
 
 class VersionListener(Protocol):

@@ -323,12 +323,12 @@ class Repository:
         for folder in folders:
             if self._is_wanted(folder.name):
                 self.catalog.model(folder.name)
-                self.catalog.starting[folder.name] = _may_write(folder)
+                self.catalog.begin_start(folder.name, may_write=_may_write(folder))
         self.on_listed()
 
     def _settle_start(self, name: str) -> None:
         """Take the model off the list of those that the start has not loaded yet."""
-        if self.catalog.starting.pop(name, None) is not None:
+        if self.catalog.end_start(name):
             self.on_settled(name)
 
     async def _end(self, name: str) -> None:

@@ -1,7 +1,4 @@
-"""Selection of dialects: those of the server, those of each listener, and warnings about what they expose.
-
-Nothing here builds a dialect.
-"""
+"""Selection of dialects: those of the server, of each listener, of keys of some models; and warnings."""
 
 from __future__ import annotations
 
@@ -9,14 +6,19 @@ import importlib
 import ipaddress
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastserve.dialects import SPECS
 from fastserve.errors import ConfigError
+from fastserve.net.access_control import Scope
+from fastserve.net.api_keys import Compartment
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
-from fastserve.serving.dialect import DialectSpec, ListenerPolicy
+from fastserve.serving.dialect import Dialect, DialectSpec, ListenerPolicy, ServingContext
 from fastserve.settings import Listener, Settings
+
+if TYPE_CHECKING:
+    from fastserve.net.grpc import Method
 
 Spec = DialectSpec[Any]
 
@@ -85,6 +87,42 @@ def choose(specs: Sequence[Spec], listener: Listener) -> list[Spec]:
                 f"{listener.address}: dialects: given {name!r}, allowed: {mixed}, or {alone} alone"
             )
     return [spec for spec in specs if spec.name in listener.dialects]
+
+
+WHOLE_SERVER = {Scope.METRICS, Scope.ADMIN}
+"""Scopes that a key of some models cannot have."""
+
+
+class DialectCompartment(Compartment):
+    """The dialects of a front process once more, over some of its models."""
+
+    __slots__ = ("_dialects",)
+
+    def __init__(self, context: ServingContext, specs: Sequence[Spec]) -> None:
+        self._dialects = {
+            spec.name: spec.build(context, spec.read_options(context.settings))
+            for spec in specs
+            if not spec.scopes or spec.scopes - WHOLE_SERVER
+        }
+
+    def on_listener(self, spoken: Sequence[Spec]) -> list[Dialect]:
+        """Return the dialects of an HTTP listener that speaks these."""
+        pairs = [(spec, self._dialects[spec.name]) for spec in spoken if spec.name in self._dialects]
+        return [dialect.on_listener(pairs) for _, dialect in pairs]
+
+    def methods(self, spoken: Sequence[Spec]) -> list[Method]:
+        """Return the RPCs of a gRPC listener that speaks these."""
+        return [
+            method
+            for spec in spoken
+            if spec.name in self._dialects
+            for method in spec.methods_of(self._dialects[spec.name])
+        ]
+
+    def hear(self, dialect: str, word: str) -> bool:
+        """Pass on a dialect's message from its like in another front process; see Dialect.hear."""
+        spoken = self._dialects.get(dialect)
+        return spoken is not None and spoken.hear(word)
 
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic_ns
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import msgspec
 
@@ -34,10 +34,25 @@ from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.tls import Credentials
-from fastserve.server.dialect_selection import Spec, choose_grpc, choose_http, find_specs
+from fastserve.server.dialect_selection import (
+    DialectCompartment,
+    Spec,
+    choose_grpc,
+    choose_http,
+    find_specs,
+)
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.serving.client_shared_memory import DeviceMemory, Regions, keep_nothing
-from fastserve.serving.dialect import Dialect, ServingContext, Spread, Stop, nobody_else, refuse_to_stop
+from fastserve.serving.dialect import (
+    PART,
+    Dialect,
+    ServingContext,
+    Spread,
+    Stop,
+    models_text,
+    nobody_else,
+    refuse_to_stop,
+)
 from fastserve.serving.model_control import NoRepository, RepositoryFace
 from fastserve.serving.replication import ReplicatedState
 from fastserve.serving.text import TextModels
@@ -281,6 +296,9 @@ class Front:
     budget: MemoryBudget = field(init=False)  # of all listeners
     regions: Regions = field(init=False)
     _trim: HeapTrim = field(init=False)
+    _context: ServingContext = field(init=False)
+    _specs: Sequence[Spec] = ()  # of dialects that a listener speaks
+    _compartments: WeakValueDictionary[str, DialectCompartment] = field(default_factory=WeakValueDictionary)
     _asked_http: list[Listener] = field(default_factory=list)
     _asked_grpc: list[Listener] = field(default_factory=list)
 
@@ -304,12 +322,15 @@ class Front:
             self._watch(FileWatch("certificates", self.tls.renew, lambda: pause_s))
         if self.settings.keys:
             self._open_keys()
-        specs, context = find_specs(self.settings), self._make_context()
+        specs = find_specs(self.settings)
+        context = self._context = self._make_context()
         spoken_http = [choose_http(specs, listener) for listener in http]
         spoken_grpc = [choose_grpc(specs, listener) for listener in grpc]
-        for spec in specs:
-            if any(spec in spoken for spoken in (*spoken_http, *spoken_grpc)):
-                self.dialects[spec.name] = spec.build(context, spec.read_options(self.settings))
+        self._specs = [
+            spec for spec in specs if any(spec in spoken for spoken in (*spoken_http, *spoken_grpc))
+        ]
+        for spec in self._specs:
+            self.dialects[spec.name] = spec.build(context, spec.read_options(self.settings))
         alone = list(zip(grpc, spoken_grpc, strict=True))
         for listener, spoken in zip(http, spoken_http, strict=True):
             beside = [pair for pair in alone if is_same(pair[0], listener)]
@@ -331,13 +352,27 @@ class Front:
 
     def hear(self, dialect: str, word: str) -> bool:
         """Pass on a dialect's message from another front process, and return whether it was meant here."""
-        spoken = self.dialects.get(dialect)
+        name, _, models = dialect.partition(PART)
+        compartment = self._compartments.get(models)
+        if models:
+            return compartment is not None and compartment.hear(name, word)
+        spoken = self.dialects.get(name)
         return spoken is not None and spoken.hear(word)
+
+    def _make_compartment(self, models: tuple[str, ...]) -> DialectCompartment:
+        """Build the dialects once more, for keys of some models."""
+        made = DialectCompartment(self._context.narrow(models), self._specs)
+        self._compartments[models_text(models)] = made
+        return made
 
     def _open_keys(self) -> None:
         """Read the file of keys, and watch it. Raises ConfigError."""
         settings = self.settings
-        gate = self.gate = ApiKeyGate(Path(settings.keys), opens_health=not settings.keys_health)
+        gate = self.gate = ApiKeyGate(
+            Path(settings.keys),
+            opens_health=not settings.keys_health,
+            make_compartment=self._make_compartment,
+        )
         gate.load()
         self._watch(
             FileWatch(
@@ -437,6 +472,7 @@ class Front:
             budget=self.budget,
             passed_on=self.passed_on,
             gate=self.gate,
+            dialects_of=lambda compartment: cast(DialectCompartment, compartment).on_listener(spoken),
         )
         guests = [self._make_grpc(asked, specs, opened) for asked, specs in beside]
         await opened.open()
@@ -498,6 +534,7 @@ class Front:
             budget=self.budget,
             passed_on=self.passed_on,
             gate=self.gate,
+            methods_of=lambda compartment: cast(DialectCompartment, compartment).methods(spoken),
         )
 
 

@@ -64,7 +64,7 @@ def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, V
     """Make `catalog` what the message says. `opened` are the versions this process has a queue for, by
     the owner's id; others are listed with their state and cannot serve."""
     for name in set(catalog.models) - set(message["models"]):
-        del catalog.models[name]
+        catalog.remove(name)
     for name, written in message["models"].items():
         model = catalog.model(name)
         model.labels = {label: int(number) for label, number in written["labels"].items()}

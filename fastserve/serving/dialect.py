@@ -10,6 +10,7 @@ endpoints of one dialect share in a front process; `show_answer` answers request
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,11 +27,11 @@ from fastserve.metrics.names import Traffic
 from fastserve.net import Call
 from fastserve.net.access_control import Resources, Scope
 from fastserve.net.router import Route, Yields, refuse_plainly
-from fastserve.repository.catalog import VersionListeners
+from fastserve.repository.catalog import Catalog, PartialCatalog, VersionListeners
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
 from fastserve.serving.client_shared_memory import Regions
-from fastserve.serving.model_control import NoRepository, RepositoryFace
+from fastserve.serving.model_control import NoRepository, PartialRepository, RepositoryFace
 from fastserve.serving.model_view import ModelViews
 from fastserve.serving.operations import ApiOperation, ModelFacts, nothing_of_model, nothing_of_server
 from fastserve.serving.replication import ReplicatedState
@@ -43,11 +44,19 @@ if TYPE_CHECKING:
 
 
 Options = TypeVar("Options")
+Shared = TypeVar("Shared")
+PART = " of "
+"""Between a dialect's name and the models that it sees, where those are not all."""
 
 # Called on the loop for what writes the page beside it.
 Page = Callable[[], Awaitable[Callable[[], bytes]]]
 Stop = Callable[[bool], Awaitable[None]]
 Spread = Callable[[str, str], Awaitable[bool]]
+
+
+def models_text(patterns: Sequence[str]) -> str:
+    """Return the name of a choice of models, the same in every front process."""
+    return json.dumps(sorted(patterns))
 
 
 async def refuse_to_stop(force: bool) -> None:
@@ -70,6 +79,8 @@ class ServingContext:
 
     engine: Engine
     registry: Registry
+    catalog: Catalog = field(default=None)  # type: ignore[assignment]
+    """The models that clients of these dialects may use: all of the engine's, if none is given."""
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
     repository: RepositoryFace = field(default_factory=NoRepository)
     regions: Regions = field(default_factory=lambda: Regions(False))
@@ -87,6 +98,38 @@ class ServingContext:
     """State that clients change and all front processes have alike."""
     started_ns: int = field(default_factory=monotonic_ns)
     """When the server started."""
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.catalog is None:
+            self.catalog = self.engine.catalog
+
+    def share(self, name: str, make: Callable[[], Shared]) -> Shared:
+        """Return what all dialects of a front process have one of, also where several are built of a kind for
+        clients that see other models (`narrow`)."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        found: Shared = self.shared[name]
+        return found
+
+    def narrow(self, patterns: Sequence[str]) -> ServingContext:
+        """Return the context of dialects for clients who may use the models of these names (fnmatch) alone,
+        and change nothing. They have no shared memory: its regions are everybody's."""
+        catalog = PartialCatalog(self.engine.catalog, patterns)
+        models = models_text(patterns)
+
+        def spread(dialect: str, word: str) -> Awaitable[bool]:
+            return self.spread(f"{dialect}{PART}{models}", word)
+
+        return replace(
+            self,
+            catalog=catalog,
+            repository=PartialRepository(self.repository, catalog.allows),
+            regions=Regions(False),
+            stop=refuse_to_stop,
+            spread=spread,
+            state=ReplicatedState(),
+        )
 
 
 class ListenerPolicy(Enum):
@@ -236,12 +279,12 @@ class DialectService:
 
     def __init__(self, context: ServingContext, dialect: str) -> None:
         engine = context.engine
-        self.context, self.engine, self.catalog = context, engine, engine.catalog
+        self.context, self.engine, self.catalog = context, engine, context.catalog
         self.repository, self.regions, self.readiness = context.repository, context.regions, context.readiness
         self.limits, self.admin = context.settings.limits, context.settings.admin
         self.offload = Offload()
-        self.keepers, self.views = VersionListeners(engine.catalog), ModelViews(engine.catalog)
-        self.traffic = Traffic(context.registry, dialect, engine.catalog.models)
+        self.keepers, self.views = VersionListeners(self.catalog), ModelViews(engine.catalog)
+        self.traffic = Traffic(context.registry, dialect, self.catalog.models)
 
     def deadline_ns(self, received_ns: int) -> int:
         """When the time of a request that came then is up by `timeout_ns`; 0 for never."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -106,3 +106,13 @@ class NoRepository:
 
     async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
         raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
+
+
+class PartialRepository(NoRepository):
+    """The repository as clients see it who may use some models, and neither load nor unload any."""
+
+    def __init__(self, whole: RepositoryFace, allows: Callable[[str], bool]) -> None:
+        self._whole, self._allows = whole, allows
+
+    async def names(self) -> list[str]:
+        return [name for name in await self._whole.names() if self._allows(name)]

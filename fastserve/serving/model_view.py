@@ -160,7 +160,7 @@ def find_version(catalog: Catalog, name: str, number: int | None) -> Version:
     version = catalog.available(name, number)
     if version is not None:
         return version
-    catalog.check_started(name)
+    catalog.explain_absence(name)
     model = catalog.models.get(name)
     if model is None:
         raise _unknown(name, "is not found")

@@ -6,6 +6,7 @@
       id: 5f0c19aa8d21
       hash: 9b1f...:3c77...             the salt, and SHA-256 of salt and key, both in hexadecimal
       expires: "2027-01-01T00:00:00Z"
+      models: [search-*, rank]          patterns of the models that it may use; without any, all
     - name: dashboards
       scopes: [metrics]
       subject: CN=grafana,O=example      a client's certificate in place of a key
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -36,6 +37,8 @@ from fastserve.errors import ConfigError
 from fastserve.settings.fields import convert
 
 ScopeName = Literal["health", "metadata", "metrics", "infer", "admin"]
+WHOLE_SERVER: tuple[ScopeName, ...] = ("metrics", "admin")
+ALLOWED = "allowed: health, metadata, infer"
 KEY = re.compile(rb"fs_([0-9a-f]{12})_[A-Za-z0-9_\-]{43}")
 _HASH = re.compile("[0-9a-f]{32}:[0-9a-f]{64}")
 _DURATION = re.compile(r"([0-9]{1,6})([smhd])")
@@ -58,6 +61,8 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The subject of a client's certificate, as CN=name,O=company."""
     expires: str = ""
     """Date, or date and time with a zone, from which it is refused; empty: never."""
+    models: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] = ()
+    """Patterns of the names of the models that it may use (*, ?, [abc]); none: all models."""
 
     def __post_init__(self) -> None:
         if bool(self.hash) == bool(self.subject) or bool(self.id) != bool(self.hash):
@@ -68,6 +73,8 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.expires:
             read_time(self.expires)
+        if self.models and (whole := [scope for scope in self.scopes if scope in WHOLE_SERVER]):
+            raise ValueError(f"models: given with the scope {whole[0]}, of the whole server; {ALLOWED}")
 
     @property
     def expires_at(self) -> float:
@@ -125,12 +132,12 @@ def read_keys(path: Path) -> KeyFile:
     return convert(tree, KeyFile, str(path.name))
 
 
-def make_key(name: str, scopes: Sequence[ScopeName], expires: str = "") -> tuple[str, KeyEntry]:
-    """Return a new key and its entry, which does not have the key in it."""
+def make_key(name: str, scopes: Sequence[ScopeName], expires: str = "", **more: Any) -> tuple[str, KeyEntry]:
+    """Return a new key and its entry, which does not have the key in it; `more` are further fields of it."""
     ident, salt = secrets.token_hex(6), secrets.token_bytes(16)
     key = f"fs_{ident}_{secrets.token_urlsafe(32)}"
     hashed = f"{salt.hex()}:{_digest(salt, key.encode())}"
-    return key, KeyEntry(name, tuple(scopes), ident, hashed, expires=expires)
+    return key, KeyEntry(name, tuple(scopes), ident, hashed, expires=expires, **more)
 
 
 @contextlib.contextmanager

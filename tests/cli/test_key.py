@@ -159,3 +159,15 @@ def test_a_file_says_what_is_wrong(path: Path, written: str, said: str) -> None:
     path.write_text(written)
     with pytest.raises(ConfigError, match=re.escape(said)):
         read_keys(path)
+
+
+def test_models(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    said = key("new", "a", "--models", "team-a-*, shared,shared", "--file", str(path))
+    assert said.startswith("a may metadata, infer of team-a-*, shared. Its key")
+    assert read_keys(path).keys[0].models == ("team-a-*", "shared")
+    assert "  models team-a-*,shared  " in key("list", "--file", str(path))
+    key("new", "b", "--file", str(path))  # the file is written anew, as it was
+    assert read_keys(path).keys[0].models == ("team-a-*", "shared")
+    said = key("new", "c", "--models", "x", "--scopes", "infer,admin", "--file", str(path), status=1)
+    assert "models: given with the scope admin" in said

@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.net.access_control import Opening, Scope
-from fastserve.net.api_keys import LACKS_SCOPE, WANTED, ApiKeyGate, keyed
+from fastserve.net.api_keys import LACKS_SCOPE, WANTED, ApiKeyGate, Compartment, keyed
 from fastserve.net.callback_guard import SUBJECT
 from fastserve.net.grpc import GrpcListener, Method
 from fastserve.net.http1.large_bodies import BULK_BYTES
@@ -319,11 +319,11 @@ def test_http2_heads_of_other_certificates_are_not_shared(keys: Keys) -> None:
 
 def test_health_is_open_or_asks(keys: Keys) -> None:
     head = RequestHead(b"")
-    assert keys.gate.check(head, Scope.HEALTH) is None
+    assert keys.gate.admit(head, Scope.HEALTH) is None
     keys.gate.opens_health = False
-    fault = keys.gate.check(head, Scope.HEALTH)
-    assert fault is not None
-    assert fault.kind is Kind.UNAUTHENTICATED
+    with pytest.raises(ServeError) as caught:
+        keys.gate.admit(head, Scope.HEALTH)
+    assert caught.value.kind is Kind.UNAUTHENTICATED
 
 
 def test_a_call_waits_for_the_start_behind_its_key(keys: Keys) -> None:
@@ -338,6 +338,10 @@ def test_a_call_waits_for_the_start_behind_its_key(keys: Keys) -> None:
     pipe.feed(nobody)
     got = [reply.body for reply in pipe.replies()]
     assert got == [b"The server is starting: its models are loading", NO, IN, NO]
+
+
+def no_part(compartment: Compartment, head: RequestHead) -> Any:
+    raise AssertionError("no key is for some models")
 
 
 class Taking:
@@ -356,7 +360,7 @@ class Taking:
 def test_bodies_are_not_taken_without_a_key(keys: Keys) -> None:
     endpoint, refused = Taking(), []
     behind: Any = keyed(
-        keys.gate, Opening(), endpoint, Scope.INFER, lambda call, fault: refused.append(fault)
+        keys.gate, Opening(), endpoint, Scope.INFER, lambda call, fault: refused.append(fault), no_part
     )
     head = RequestHead(b"")
     call: Any = type("Call", (), {"head": head})()
@@ -368,7 +372,8 @@ def test_bodies_are_not_taken_without_a_key(keys: Keys) -> None:
     keys.revoke("a")
     assert not behind.take(call, None)
     assert endpoint.taken == 1
-    assert not hasattr(keyed(keys.gate, Opening(), echo, Scope.INFER, lambda call, fault: None), "take")
+    plain = keyed(keys.gate, Opening(), echo, Scope.INFER, lambda call, fault: None, no_part)
+    assert not hasattr(plain, "take")
 
 
 # ---- gRPC

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
-from fastserve.repository.catalog import Catalog, labels_of
+import pytest
+
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import OTHER_MODEL, Catalog, PartialCatalog, labels_of
 from fastserve.repository.layout import Layout
 from fastserve.repository.version import Version, VersionState
 from fastserve.settings import RepositorySettings
@@ -74,3 +78,55 @@ def test_a_label_file_that_changed_is_read_again(tmp_path: Path) -> None:
     assert layout.scan()["m"].error == (
         "output OUT: label_filename 'words': cannot be read: No such file or directory"
     )
+
+
+def test_a_part_has_the_models_whose_names_fit(tmp_path: Path) -> None:
+    catalog = Catalog()
+    told: list[str] = []
+
+    def add(name: str) -> Version:
+        write(tmp_path, name, 'backend: "python" ' + TENSORS % "")
+        folder = Layout(RepositorySettings(repository=str(tmp_path))).scan()[name]
+        assert folder.config is not None
+        version = Version(name, 1, folder.folder / "1", folder.config)
+        catalog.put(version)
+        catalog.move(version, VersionState.LOADING)
+        catalog.move(version, VersionState.AVAILABLE)
+        return version
+
+    before, other = add("a-before"), add("b")
+    part = PartialCatalog(catalog, ("a-*", "exact", "[xy]?"))
+    part.on_change.append(lambda version: told.append(version.model))
+    after = add("a-after")
+    add("c")
+    assert part.available("a-before") is before
+    assert part.available("a-after", 1) is after
+    assert part.available("b") is None
+    assert catalog.available("b") is other
+    assert sorted(part.models) == ["a-after", "a-before"]
+    assert set(told) == {"a-after"}
+    catalog.remove("a-before")
+    assert sorted(part.models) == ["a-after"]
+    for name in ("a-", "a-b", "exact", "x1", ""):
+        part.explain_absence(name)
+    for name in ("b", "A-b", "ba-b", "exact2", "x12", "a", "a-b\nc/../b"[4:], "never"):
+        with pytest.raises(ServeError, match=OTHER_MODEL) as caught:
+            part.explain_absence(name)
+        assert caught.value.kind is Kind.PERMISSION_DENIED
+        catalog.check_allowed(name)
+    part.explain_absence("exact-1", "exact")  # as grps names versions
+    catalog.begin_start("a-soon", may_write=False)
+    catalog.begin_start("b-soon", may_write=False)
+    assert part.starting == {"a-soon": False}
+    with pytest.raises(ServeError) as caught:
+        part.explain_absence("a-soon")
+    assert caught.value.kind is Kind.UNAVAILABLE
+
+
+def test_a_part_that_nobody_has_is_let_go_of() -> None:
+    catalog = Catalog()
+    part = PartialCatalog(catalog, ("*",))
+    assert list(catalog.parts) == [part]
+    del part
+    gc.collect()
+    assert not catalog.parts

@@ -357,9 +357,9 @@ def test_a_start_lists_its_models_first_and_an_ensemble_waits_for_its_own_steps_
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)
         assert told == [{"slow": False, "step": False, "pair": False}, "step", "pair"]
-        stage.catalog.check_started("pair")
+        stage.catalog.explain_absence("pair")
         with pytest.raises(ServeError, match="The server is starting: model slow is loading") as caught:
-            stage.catalog.check_started("slow")
+            stage.catalog.explain_absence("slow")
         assert (caught.value.kind, caught.value.retry_after_s) == (Kind.UNAVAILABLE, 1.0)
         gate.set()
         await opening

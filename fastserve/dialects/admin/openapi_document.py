@@ -49,7 +49,7 @@ class Document:
         self._made: dict[Granted, asyncio.Task[bytes]] = {}
         self._waiting: set[asyncio.Task[Any] | None] = set()
         self._turn = asyncio.Lock()
-        context.engine.catalog.on_change.append(self._changed)
+        context.catalog.on_change.append(self._changed)
 
     async def read(self, sends: Callable[[Secret], bool]) -> bytes:
         """Return the document of a caller; `sends` tells whether a secret came with the call. Callers at the
@@ -80,7 +80,7 @@ class Document:
             return await self._write(granted)
 
     async def _write(self, granted: Granted) -> bytes:
-        catalog, engine = self._context.engine.catalog, self._context.engine
+        catalog, engine = self._context.catalog, self._context.engine
         versions = [model.latest for _, model in sorted(catalog.models.items()) if model.latest is not None]
         writer, models = DocumentWriter(bool(self._context.settings.keys)), []
         turn_ends = monotonic() + TURN_S

@@ -76,8 +76,8 @@ class GrpsService(DialectService):
     def __init__(self, context: ServingContext, options: GrpsOptions) -> None:
         super().__init__(context, NAME)
         self.options = options
-        self.monitor = GrpsMonitor(context.registry, context.state)
-        self.online = Online(context, options)
+        self.monitor = context.share("grps monitor", lambda: GrpsMonitor(context.registry, context.state))
+        self.online = context.share("grps online", lambda: Online(context, options))
         self.json_type = JSON_UTF8 if options.json_charset else JSON
         self.timeout_ns = options.timeout_ms * 1_000_000
         folder = context.settings.deployment
@@ -89,7 +89,7 @@ class GrpsService(DialectService):
         """The available version of `name-version`; "" is the default. Raises ServeError."""
         found = self.look_up(name)
         if found is None:
-            self.check_started(name)
+            self.explain_absence(name)
             if not name and not self._default:
                 raise invalid(NO_DEFAULT)
             raise UnknownModel(name or self._default)
@@ -114,14 +114,12 @@ class GrpsService(DialectService):
             return None
         return self.catalog.available(model, int(number))
 
-    def check_started(self, name: str) -> None:
-        """Raise ServeError UNAVAILABLE while the start has not loaded `name-version`, or `name`; "" is the
-        default."""
+    def explain_absence(self, name: str) -> None:
+        """See Catalog.explain_absence; for `name-version`, or `name`; "" is the default."""
         name = name or self._default
         if not name and len(self.catalog.models) == 1:
             name = next(iter(self.catalog.models))
-        for one in (name, name.rpartition("-")[0]):
-            self.catalog.check_started(one)
+        self.catalog.explain_absence(name, name.rpartition("-")[0])
 
     def sooner_ns(self, received_ns: int, theirs_ns: int) -> int:
         """Return the sooner of this server's deadline and the client's, in ns; 0 is none."""
@@ -199,10 +197,10 @@ class Online:
 
 
 def describe_server(service: GrpsService) -> str:
-    """inference.yml and server.yml, in the order that is set."""
+    """inference.yml and server.yml, in the order that is set; the models alone for who may use but some."""
     deployment = service.deployment
-    if deployment is None:
-        return dump({"models": _describe_catalog(service)})
+    if deployment is None or service.catalog is not service.engine.catalog:
+        return dump({"models": [*_describe_deployed(service), *_describe_catalog(service)]})
     first, second = deployment.texts
     if service.options.server_metadata_first == "server":
         first, second = second, first
@@ -211,17 +209,21 @@ def describe_server(service: GrpsService) -> str:
 
 def describe_model(service: GrpsService, name: str) -> str:
     """The first model of that name, or the one of `name-version`. Raises ServeError NOT_FOUND."""
-    listed = service.deployment.described() if service.deployment is not None else []
-    for model in (*listed, *_describe_catalog(service)):
+    for model in (*_describe_deployed(service), *_describe_catalog(service)):
         if name in (model["name"], f"{model['name']}-{model['version']}"):
             return dump(model)
-    service.check_started(name)
+    service.explain_absence(name)
     raise ServeError(Kind.NOT_FOUND, "Model not found.")
 
 
 def dump(value: object) -> str:
     """As the original writes it: keys in order, null for what is not set."""
     return str(yaml.safe_dump(value, sort_keys=True, allow_unicode=True))
+
+
+def _describe_deployed(service: GrpsService) -> list[dict[str, object]]:
+    listed = service.deployment.described() if service.deployment is not None else []
+    return [model for model in listed if service.catalog.allows(f"{model['name']}-{model['version']}")]
 
 
 def _describe_catalog(service: GrpsService) -> list[dict[str, object]]:

@@ -97,6 +97,8 @@ def show_ready(service: KServeService, arguments: CallArguments) -> bool:
 
 def show_model_ready(service: KServeService, arguments: CallArguments) -> bool:
     ready = service.catalog.ready(arguments.name, read_version(arguments.version))
+    if not ready:
+        service.catalog.check_allowed(arguments.name)
     if arguments.over_http and not ready:
         raise invalid("Model version not ready")
     return ready
@@ -157,7 +159,7 @@ def _choose(catalog: Catalog, name: str, number: int | None) -> list[Version]:
     if not name:
         return [version for known in sorted(catalog.models) for version in catalog.models[known].available()]
     if name not in catalog.models or not catalog.models[name].available():
-        catalog.check_started(name)
+        catalog.explain_absence(name)
         raise invalid(f"requested model '{name}' is not available")
     if number is None:
         return catalog.models[name].available()
@@ -199,6 +201,7 @@ def _show_batch(batch: BatchCounts) -> dict[str, Any]:
 
 async def set_trace(service: KServeService, arguments: CallArguments) -> dict[str, Any]:
     if arguments.name and service.catalog.available(arguments.name, None) is None:
+        service.catalog.check_allowed(arguments.name)
         raise invalid(f"Request for unknown model : {arguments.name}")
     if arguments.given is not None:
         changes = read_trace(arguments.read(), gap="" if arguments.over_http else " ")

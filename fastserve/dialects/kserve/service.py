@@ -227,8 +227,12 @@ class KServeService(DialectService):
         self.options = options
         self.health_bodies = context.settings.kserve_replies
         start, fronts = parse_trace_config(options.trace_config), context.settings.front_count
-        self.traces = Traces(self.engine, start, check_trace, context.state, fronts)
-        self.log = LogSettings(context.settings.log.level, context.state)
+        self.traces = context.share(
+            "kserve traces", lambda: Traces(self.engine, start, check_trace, context.state, fronts)
+        )
+        self.log = context.share(
+            LogSettings.PART, lambda: LogSettings(context.settings.log.level, context.state)
+        )
         http, grpc = options.http_header_forward_pattern, options.grpc_header_forward_pattern
         self.forward_http = HeaderForwarding(http) if http else None
         self.forward_grpc = HeaderForwarding(grpc) if grpc else None

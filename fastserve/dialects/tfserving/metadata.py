@@ -26,12 +26,12 @@ def find_versions(catalog: Catalog, target: Target) -> list[Version]:
     """The versions a status call asks about. A label is ignored, as the original does. Raises ServeError."""
     model = catalog.models.get(target.name)
     if model is None or not model.versions:
-        catalog.check_started(target.name)
+        catalog.explain_absence(target.name)
         raise ServeError(Kind.NOT_FOUND, f"Could not find any versions of model {target.name}")
     if target.version is None:
         return list(model.versions.values())
     if target.version not in model.versions:
-        catalog.check_started(target.name)
+        catalog.explain_absence(target.name)
         raise ServeError(Kind.NOT_FOUND, f"Could not find version {target.version} of model {target.name}")
     return [model.versions[target.version]]
 

@@ -42,12 +42,12 @@ def find_version(catalog: Catalog, target: Target) -> Version:
     if target.label is not None:
         version = catalog.labelled(target.name, target.label)
         if version is None:
-            catalog.check_started(target.name)
+            catalog.explain_absence(target.name)
             raise invalid(f"Unrecognized servable version label: {target.label}")
         return version
     version = catalog.available(target.name, target.version)
     if version is None:
-        catalog.check_started(target.name)
+        catalog.explain_absence(target.name)
         which = "Latest({})" if target.version is None else "Specific({}, {})"
         wanted = which.format(target.name, target.version)
         raise ServeError(Kind.NOT_FOUND, f"Servable not found for request: {wanted}")
@@ -185,7 +185,10 @@ class TFServingService(DialectService):
         self.tells_ready = context.settings.kserve_replies
         self.message_bytes = context.settings.grpc_options.message_bytes
         self.headers = CORS_HEADERS if options.cors else ()
-        self.monitor = TFServingMonitor(self.catalog.models, context.registry)
+        models = self.engine.catalog.models
+        self.monitor = context.share(
+            "tfserving monitor", lambda: TFServingMonitor(models, context.registry)
+        )
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
         self.signatures = PerVersion(self.keepers, SignatureViews)
 

@@ -22,12 +22,14 @@ from fastserve.dialects.triton_v1.service import (
     SERVER_ID,
     V1Service,
     durations,
+    refusal_status,
 )
 from fastserve.engine import Took, counters_of
 from fastserve.errors import Kind, NoDeviceError, ServeError, invalid
 from fastserve.metrics import ServerState
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
+from fastserve.net.router import fault_headers
 from fastserve.protos import load
 from fastserve.protos.text import print_lines
 from fastserve.repository.triton_config.reading import config_json
@@ -50,6 +52,7 @@ def write_status(service: V1Service, model: str) -> Any:
     """Return the ServerStatus of one model, or of all for "". Raises ServeError for an unknown one."""
     models = service.catalog.models
     if model and model not in models:
+        service.catalog.check_allowed(model)
         raise invalid(f"no status available for unknown model '{model}'")
     message = load("triton_v1").ServerStatus(
         id=SERVER_ID,
@@ -239,7 +242,8 @@ class CallPage:
         call.reply(status, body, content_type, ((NV_STATUS, self._service.status_line(None)),))
 
     def _refuse(self, call: Call, fault: ServeError) -> None:
-        call.reply(400, b"", b"", ((NV_STATUS, self._service.status_line(fault)),))
+        headers = ((NV_STATUS, self._service.status_line(fault)), *fault_headers(fault))
+        call.reply(refusal_status(fault), b"", b"", headers)
 
 
 def encode(message: Any, form: str) -> tuple[bytes, bytes]:

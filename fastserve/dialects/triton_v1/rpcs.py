@@ -18,7 +18,7 @@ from fastserve.dialects.triton_v1.infer import RpcHeaderCache, V1InferRequest
 from fastserve.dialects.triton_v1.request import Buffer, RawEntries, RequestHeader, read_message
 from fastserve.dialects.triton_v1.routes import RPCS, SERVICE
 from fastserve.dialects.triton_v1.service import RpcReplies, StreamReplies, V1Service
-from fastserve.errors import Kind, ServeError, internal, invalid
+from fastserve.errors import Kind, Reason, ServeError, internal, invalid
 from fastserve.net.grpc import GrpcExchange, Method, Rpc
 from fastserve.protos import load
 from fastserve.serving.exchange import RpcExchange, deadline_of
@@ -97,6 +97,8 @@ class V1Rpcs:
             try:
                 await fill(request, response)
             except ServeError as fault:
+                if fault.reason is Reason.API_KEY:
+                    raise
                 self._set_status(response, fault)
             else:
                 self._set_status(response, None)

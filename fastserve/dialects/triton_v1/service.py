@@ -27,7 +27,7 @@ from fastserve.engine import RequestCounters, SizeCounts, Took, VersionCounts, c
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid
 from fastserve.metrics import Metric, Registry
 from fastserve.net.request import Call
-from fastserve.net.router import fault_headers
+from fastserve.net.router import fault_headers, held_back_status
 from fastserve.protos import load
 from fastserve.protos.text import print_line, print_lines, quote
 from fastserve.repository.triton_config.completion import DATA_TYPE
@@ -142,7 +142,7 @@ class V1Service(DialectService):
         try:
             return self.served.of(find_version(self.catalog, model, number))
         except ServeError as fault:
-            if fault.reason is Reason.SERVER_STARTING:
+            if fault.reason in (Reason.SERVER_STARTING, Reason.API_KEY):
                 raise
             made = V1UnknownModel if fault.kind is Kind.NOT_FOUND else ServeError
             raise made(Kind.UNAVAILABLE, fault.message) from None
@@ -229,11 +229,17 @@ class HttpReplies:
         line = b"id: %d" % request_id if request_id else b""
         status = self._service.status_line(v1_error(fault))
         headers = ((NV_RESPONSE, line), (NV_STATUS, status), CONTENT_TYPE, *fault_headers(fault))
-        call.reply(400, b"", b"", headers)
+        call.reply(refusal_status(fault), b"", b"", headers)
+
+
+def refusal_status(fault: ServeError) -> int:
+    """Return the HTTP status of an error: 400, as the original, but where an API key does not suffice."""
+    return held_back_status(fault) if fault.reason is Reason.API_KEY else 400
 
 
 class RpcReplies:
-    """Replies as InferResponses; the status of the RPC itself is always OK."""
+    """Replies as InferResponses; the status of the RPC itself is always OK, but where an API key does not
+    suffice."""
 
     def __init__(self, service: V1Service) -> None:
         self._service = service
@@ -248,7 +254,10 @@ class RpcReplies:
             raise invalid(text) from None
 
     def refuse(self, exchange: RpcExchange, request_id: int, fault: ServeError) -> None:
-        exchange.reply(self._refusal(request_id, fault))
+        if fault.reason is Reason.API_KEY:
+            exchange.refuse(fault)
+        else:
+            exchange.reply(self._refusal(request_id, fault))
 
     def _refusal(self, request_id: int, fault: ServeError) -> bytes:
         return write_v1_response(self._service.status(v1_error(fault)), write_id(request_id), ())

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from operator import methodcaller
 from time import monotonic_ns
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -27,9 +28,9 @@ from fastserve._ext.grpc_messages import (
 )
 from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_path import CallPath, CallsPath, HeadPath
-from fastserve.errors import Kind, ServeError, detach, malformed_call
+from fastserve.errors import Kind, Reason, ServeError, detach, malformed_call
 from fastserve.net.access_control import Scope
-from fastserve.net.api_keys import ApiKeyGate
+from fastserve.net.api_keys import ApiKey, ApiKeyGate, Compartment
 from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate_offloaded, pack
 from fastserve.net.fair_queue import TimeShare
 from fastserve.net.grpc.metadata import (
@@ -377,7 +378,7 @@ class GrpcCall(CallPath):
     async def _conclude(self, work: Answer, request: Request) -> None:
         calls, method = self.head.calls, self.head.method
         if calls.epoch and (method.takes_stream or method.gives_stream):
-            calls.streaming.add(self)
+            calls.streaming[self] = self.head.models
         try:
             try:
                 await work(request)
@@ -390,7 +391,7 @@ class GrpcCall(CallPath):
             self.stream.connection.callback_failed(error)
         finally:
             self.on_gone = None
-            calls.streaming.discard(self)
+            calls.streaming.pop(self, None)
             claim = getattr(self, "_claim", None)
             if claim is not None:
                 claim.release()
@@ -613,10 +614,14 @@ _KINDS = {413: Kind.RESOURCE_EXHAUSTED, 414: Kind.RESOURCE_EXHAUSTED, 431: Kind.
 ENCODINGS = frozenset(one.strip() for one in ACCEPTED.split(b","))
 
 
+MethodsOf = Callable[[Compartment], Sequence[Method]]
+OTHER_MODELS = "the models of this API key have changed"
+
+
 class GrpcCalls(CallsPath):
     """Find the methods of all calls on a listener: gRPC as a service of HTTP/2's streams."""
 
-    __slots__ = ("_methods", "gate", "share", "streaming", "terms")
+    __slots__ = ("_methods", "_methods_of", "_narrowed", "gate", "share", "streaming", "terms")
 
     def __init__(
         self,
@@ -624,10 +629,13 @@ class GrpcCalls(CallsPath):
         terms: RpcTerms,
         most_at_once: int,
         gate: ApiKeyGate | None = None,
+        methods_of: MethodsOf | None = None,
     ) -> None:
         super().__init__((HEAD, OK, StreamState.CLOSED, GrpcCall))
-        self.terms, self._methods = terms, methods
-        self.streaming: set[GrpcCall] = set()  # those of several messages, where API keys are on
+        self.terms, self._methods, self._methods_of = terms, methods, methods_of
+        self._narrowed: WeakKeyDictionary[Compartment, Mapping[str, Method]] = WeakKeyDictionary()
+        # Those of several messages, where API keys are on, and the models of their keys.
+        self.streaming: dict[GrpcCall, tuple[str, ...]] = {}
         self.deadlines, self.opening = CallDeadlines(), terms.opening
         self.share = TimeShare()
         self.most_bytes, self.logged = terms.most_bytes, terms.access_log is not None
@@ -640,10 +648,25 @@ class GrpcCalls(CallsPath):
     def begin_epoch(self, epoch: int) -> None:
         """Look at every head's key again, and end the streams whose key holds no more."""
         self.epoch = epoch
-        for call in list(self.streaming):
+        for call, models in list(self.streaming.items()):
             call.head.admit()
             if call.head.key_fault is not None:
                 call.stop(call.head.key_fault)
+            elif call.head.models != models:
+                call.stop(ServeError(Kind.PERMISSION_DENIED, OTHER_MODELS, reason=Reason.API_KEY))
+
+    def find_method(self, path: str, key: ApiKey | None) -> Method | None:
+        """Return the method that a key leads to; None where there is none of that path. Raises ServeError."""
+        whole = self._methods.get(path)
+        compartment = None if self.gate is None else self.gate.compartment_of(key)
+        if compartment is None or whole is None:
+            return whole
+        assert self._methods_of is not None
+        found = self._narrowed.get(compartment)
+        if found is None:
+            methods = self._methods_of(compartment)
+            found = self._narrowed[compartment] = {method.path: method for method in methods}
+        return found.get(path, whole)  # health and reflection are the server's
 
     def close(self) -> None:
         """Forget the deadlines of calls, and the keys: the listener is closed."""
@@ -705,15 +728,15 @@ class CallHead(HeadPath):
     """Hold the headers of a call, and serve its streams. Calls with equal headers share one head."""
 
     __slots__ = (
-        "_metadata", "coding", "encoding", "fault", "headers", "http", "key_fault", "method", "most_bytes",
-        "names", "path", "scope", "take",
+        "_metadata", "coding", "encoding", "fault", "headers", "http", "key_fault", "method", "models",
+        "most_bytes", "names", "path", "scope", "take",
     )  # fmt: skip
 
     def __init__(self, calls: GrpcCalls, head: HttpHead, method: Method | None) -> None:
         self.calls = calls
         self.path = head.target
         self.headers = head.headers
-        self.method = method or Method(head.target, bytes, _unreachable, bytes, scope=Scope.INFER)
+        self._use(method or Method(head.target, bytes, _unreachable, bytes, scope=Scope.INFER))
         self.most_bytes = self.method.limit(calls.terms.most_bytes)
         # Without words, as servers on gRPC's C++ library say it.
         self.fault = None if method is not None else ServeError(Kind.UNIMPLEMENTED, "")
@@ -721,9 +744,6 @@ class CallHead(HeadPath):
         self.encoding = head.find(b"grpc-encoding") or IDENTITY
         self.coding = choose_encoding(head.find(b"grpc-accept-encoding") or b"")
         self._metadata: Metadata | None = None
-        admin = self.method.scope is Scope.ADMIN  # whose callers are looked at
-        self.start = None if admin else self.method.start  # the short way, once the server has opened
-        self.take = None if admin else self.method.take
         self.takes_stream = self.method.takes_stream
         try:
             self._read(head)
@@ -733,15 +753,30 @@ class CallHead(HeadPath):
         self.scope = None if method is None else method.scope
         self.http: HttpHead | None = None  # with the key; None where there is nothing to be let in to
         self.key_fault: ServeError | None = None
+        self.models: tuple[str, ...] = ()  # of its key
         self.epoch = 0
         self.ordinary = self.fault is None and self.timeout_ns < 0 and not self.names
 
+    def _use(self, method: Method) -> None:
+        self.method = method
+        admin = method.scope is Scope.ADMIN  # whose callers are looked at
+        self.start = None if admin else method.start  # the short way, once the server has opened
+        self.take = None if admin else method.take
+
     def admit(self) -> None:
-        """Look whether the API key allows such calls in this epoch."""
+        """Look whether the API key allows such calls in this epoch, and which method it leads to."""
         gate = self.calls.gate
         if gate is not None and self.http is not None:
-            fault = gate.check(self.http, self.scope)
-            self.key_fault = None if fault is None else detach(fault)
+            self.key_fault = None
+            try:
+                key = gate.admit(self.http, self.scope)
+                method = self.calls.find_method(self.path, key)
+            except ServeError as fault:
+                self.key_fault = detach(fault)
+            else:
+                self.models = () if key is None else key.models
+                if method is not None:
+                    self._use(method)
         self.epoch = self.calls.epoch
         fine = self.fault is None and self.key_fault is None
         self.ordinary = fine and self.timeout_ns < 0 and not self.names

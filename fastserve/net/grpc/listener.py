@@ -8,8 +8,8 @@ import msgspec
 
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions, Scope
-from fastserve.net.api_keys import ApiKeyGate
-from fastserve.net.grpc.calls import GrpcCalls
+from fastserve.net.api_keys import ApiKeyGate, Compartment
+from fastserve.net.grpc.calls import GrpcCalls, MethodsOf
 from fastserve.net.grpc.health import Health, reflection_methods
 from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_method
 from fastserve.net.http2.settings import Lifetimes
@@ -37,9 +37,10 @@ class NativeTransport:
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
         gate: ApiKeyGate | None = None,
+        methods_of: MethodsOf | None = None,
     ) -> None:
         by_path = {method.path: method for method in methods}
-        self._calls = GrpcCalls(by_path, terms, options.concurrent_calls, gate)
+        self._calls = GrpcCalls(by_path, terms, options.concurrent_calls, gate, methods_of)
         limits = grpc_limits(terms.limits, options)
         self.listener = HttpListener(
             *place,
@@ -72,11 +73,16 @@ class GuestTransport:
     """A port shared with plain HTTP: its listener opens and drains it, with limits of its own."""
 
     def __init__(
-        self, host: HttpListener, methods: Sequence[Method], options: GrpcOptions, terms: RpcTerms
+        self,
+        host: HttpListener,
+        methods: Sequence[Method],
+        options: GrpcOptions,
+        terms: RpcTerms,
+        methods_of: MethodsOf | None = None,
     ) -> None:
         self._host = host
         by_path = {method.path: method for method in methods}
-        calls = GrpcCalls(by_path, terms, options.concurrent_calls, host.gate)
+        calls = GrpcCalls(by_path, terms, options.concurrent_calls, host.gate, methods_of)
         host.http2.add(calls)
         host.on_closed.append(calls.close)
 
@@ -117,8 +123,9 @@ class GrpcListener:
     """Serve the dialects' RPCs, health and reflection on one port.
 
     `descriptors` are serialized FileDescriptorSets for reflection; `restrictions` hold for all RPCs,
-    health's too, and with `gate` API keys are on. With `host` the port is that listener's: gRPC requests
-    there are answered here, from before it opens until it is closed."""
+    health's too, and with `gate` API keys are on; `methods_of` has the RPCs for keys of some models. With
+    `host` the port is that listener's: gRPC requests there are answered here, from before it opens until it
+    is closed."""
 
     def __init__(
         self,
@@ -140,12 +147,14 @@ class GrpcListener:
         budget: MemoryBudget | None = None,
         passed_on: InheritedSockets | None = None,
         gate: ApiKeyGate | None = None,
+        methods_of: MethodsOf | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._balancer = balancer
         self._tls, self._budget, self._passed_on, self._gate = tls, budget, passed_on, gate
+        self._restrictions, self._methods_of = restrictions, methods_of
         self._health = Health(nameless=nameless_health)
         health_methods = _health_methods(self._health)
         self._methods = tuple(guard_method(restrictions, method) for method in (*methods, *health_methods))
@@ -156,12 +165,14 @@ class GrpcListener:
         self._terms = RpcTerms(most, limits, access_log, opening or Opening())
         self._transport: NativeTransport | GuestTransport | None = None
         if host is not None:
-            self._transport = GuestTransport(host, self._all_methods(), options, self._terms)
+            self._transport = GuestTransport(host, self._all_methods(), options, self._terms, self._narrow)
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
         given = self._options, self._terms, self._balancer, self._tls, self._budget, self._passed_on
-        transport = self._transport or NativeTransport(self._place, self._all_methods(), *given, self._gate)
+        transport = self._transport or NativeTransport(
+            self._place, self._all_methods(), *given, self._gate, self._narrow
+        )
         self._place = await transport.open()
         self._transport = transport
 
@@ -170,6 +181,10 @@ class GrpcListener:
             return self._methods
         services = [method.service for method in self._methods]
         return (*self._methods, *reflection_methods(services, self._descriptors))
+
+    def _narrow(self, compartment: Compartment) -> Sequence[Method]:
+        assert self._methods_of is not None
+        return [guard_method(self._restrictions, method) for method in self._methods_of(compartment)]
 
     @property
     def listener(self) -> HttpListener | None:

@@ -97,7 +97,7 @@ class TextModels:
 
     def __init__(self, context: ServingContext, default: str = "") -> None:
         self._engine = context.engine
-        self._catalog = context.engine.catalog
+        self._catalog = context.catalog
         self._default = default
         self._catalog.on_change.append(self._changed)
 
@@ -134,7 +134,7 @@ class TextModels:
             name = self._default or self._only()
         version = self._available(name)
         if version is None:
-            self._catalog.check_started(name)
+            self._catalog.explain_absence(name)
             raise ServeError(Kind.NOT_FOUND, f"Model {name} not found.")
         return self.of(version)
 

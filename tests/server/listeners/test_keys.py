@@ -101,6 +101,23 @@ def test_rotation_loses_no_request_and_lets_nobody_in(tmp_path: Path) -> None:
         assert headers["Authorization"].split()[1] not in log
 
 
+def test_a_key_for_some_models_on_several_fronts(tmp_path: Path) -> None:
+    """Each front has the catalog from the owner; connections go to all of them."""
+    path = tmp_path / "keys.yaml"
+    with changing(path) as entries:
+        text, entry = make_key("half", ("infer", "metadata"), models=("half*",))
+        entries.append(entry)
+    half = {"Authorization": f"Bearer {text}"}
+    with serving(tmp_path, "--frontends", "3") as server:
+        for _ in range(12):
+            assert status(server.http, "POST", PREDICT, half, BODY) == 200
+            assert status(server.http, "GET", "/v1/models/digits", half) == 403
+            with closing(http.client.HTTPConnection(server.http, timeout=60)) as link:
+                link.request("POST", "/v2/repository/index", headers=half)
+                listed = {one["name"] for one in json.loads(link.getresponse().read())}
+                assert listed == {"half_plus_two"}
+
+
 def test_a_broken_file_is_on_the_metrics_page(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     good = add(path, "good")
