@@ -39,7 +39,7 @@ class App:
 def serve(**settings: Any) -> None:
     """Serve the models that the script has declared, until a signal ends the server.
 
-    Keywords are the flags of `fastserve serve`: http="0.0.0.0:8000", frontends=2. Where a worker runs the
+    Keywords are the flags of `fastserve serve`: http="127.0.0.1:8080", frontends=2. Where a worker runs the
     script for its models, this call ends that. Raises SystemExit where the server could not start, TypeError
     for an unknown keyword.
     """

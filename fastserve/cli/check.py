@@ -55,7 +55,7 @@ def check(
     \b
     fastserve check models/
     fastserve check --config fastserve.yaml --all
-    fastserve check models/ --no-load --http 0.0.0.0:8000
+    fastserve check models/ --no-load --http 0.0.0.0:8000 --keys keys.yaml
     """
     overrides = read_flags(flags)
     if repository:
@@ -66,6 +66,7 @@ def check(
         effective = list_effective(settings, config, overrides, given)
         if not settings.repository and not settings.models:
             raise click.UsageError("name the folder of a model repository, or `demo`")
+        refuse_strangers(settings)
         sizing = count_fronts(settings)
         report = examine(settings, load=load)
     except ConfigError as fault:
@@ -90,6 +91,13 @@ def examine(settings: Settings, *, load: bool) -> Report:
         trial = dry_run(settings)
         report.take(trial.problems, trial.served)
     return report
+
+
+def refuse_strangers(settings: Settings) -> None:
+    """Raise ConfigError where a server would serve strangers though nobody has said so."""
+    from fastserve.server.dialect_selection import refuse_open_places
+
+    refuse_open_places(settings)
 
 
 def count_fronts(settings: Settings) -> FrontCount:

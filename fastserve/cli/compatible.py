@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from fastserve.cli.serve import NO_FLAG, ServeCommand, config_option, make_option, read_flags
+from fastserve.cli.serve import AS_ORIGINAL, NO_FLAG, ServeCommand, config_option, make_option, read_flags
 from fastserve.errors import ConfigError
 from fastserve.repository.reconciler import NO_LABEL
 from fastserve.repository.repository import LoadFailures
@@ -53,7 +53,7 @@ def grps(folder: Path, config: Path | None, **flags: Any) -> None:
 
     try:
         said, ignored = grps_overrides(read_deployment(folder).server)
-        said = {**said, "deployment": str(folder.absolute())}
+        said = {**said, **AS_ORIGINAL, "deployment": str(folder.absolute())}
         settings = load_settings(config, {**said, **read_environment(os.environ), **read_flags(flags)})
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
@@ -80,7 +80,7 @@ def mindie(file: Path, config: Path | None, **flags: Any) -> None:
 
     try:
         given = read_config(file)
-        said = mindie_overrides(given)
+        said = {**mindie_overrides(given), **AS_ORIGINAL}
         settings = load_settings(config, {**said, **read_environment(os.environ), **read_flags(flags)})
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
@@ -119,7 +119,7 @@ def tensorflow_model_server(flags: tuple[str, ...]) -> None:
         return
     try:
         overrides, ignored = tensorflow_overrides(values)
-        settings = load_settings(None, overrides)
+        settings = load_settings(None, {**overrides, **AS_ORIGINAL})
     except ConfigError as error:
         give_up(error)
         sys.exit(1)
@@ -212,7 +212,7 @@ def read_triton_settings(flags: tuple[str, ...]) -> Settings:
     for name in read.ignored:
         click.echo(f"ignored: {name}", err=True)
     try:
-        return load_settings(None, triton_overrides(read.given))
+        return load_settings(None, {**triton_overrides(read.given), **AS_ORIGINAL})
     except ConfigError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(BAD_TRITON_FLAGS)

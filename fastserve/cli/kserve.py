@@ -18,6 +18,7 @@ from typing import Any
 import click
 import msgspec
 
+from fastserve.cli.serve import AS_ORIGINAL
 from fastserve.errors import ConfigError
 from fastserve.repository.single_model import find_single
 from fastserve.settings import ModelEntry, Settings, load_settings
@@ -140,6 +141,7 @@ def _settings(
         "http": [f"0.0.0.0:{http}"],
         "grpc": [f"0.0.0.0:{grpc}"] if grpc else "off",
         "frontends": frontends,
+        **AS_ORIGINAL,
         "log.format": "json",
         **read_environment(environment),
     }

@@ -30,7 +30,7 @@ def run(script: Path, config: Path | None, reload: bool, **flags: Any) -> None:
       fastserve run app.py
       fastserve run app.py --reload
       fastserve run app.py --in-process
-      fastserve run app.py --http 0.0.0.0:8000 --frontends 2
+      fastserve run app.py --http 0.0.0.0:8000 --keys keys.yaml --frontends 2
     """
     from fastserve.app.serving import run_reloading, run_script
 

@@ -42,6 +42,8 @@ BY_ENVIRONMENT = (
     "names them. A flag goes before a variable, a variable before the file of --config, and that before "
     "the default."
 )
+AS_ORIGINAL: dict[str, object] = {"insecure_public": True}
+"""Settings of commands that take another server's place: they listen where that does, and warn."""
 NO_FLAG = ("repository", "deployment", "models", "model_defaults", "dialect_options")
 COMMON = (
     "listen",
@@ -53,6 +55,8 @@ COMMON = (
     "model_control",
     "load_models",
     "keep_going",
+    "keys",
+    "insecure_public",
     "drain_delay_s",
     "drain_s",
     "log.level",
@@ -168,9 +172,9 @@ def serve(repository: str | None, name: str, allow_pickle: bool, config: Path | 
     \b
     Examples:
       fastserve serve demo
-      fastserve serve models/ --listen 0.0.0.0:8000
+      fastserve serve models/ --listen 0.0.0.0:8000 --keys keys.yaml
       fastserve serve resnet.onnx --name resnet
-      fastserve serve models/ --http 0.0.0.0:8501=tfserving --grpc off
+      fastserve serve models/ --http 127.0.0.1:8501=tfserving --grpc off
       fastserve serve models/ --model-control explicit --load-model resnet
     """
     from fastserve.app.serving import with_app_api

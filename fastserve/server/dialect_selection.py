@@ -138,6 +138,41 @@ def is_public(listener: Listener) -> bool:
         return True
 
 
+def list_open_places(settings: Settings) -> list[str]:
+    """Return the addresses that other machines may reach, and where neither a key nor a client's certificate
+    is asked for. Raises ConfigError."""
+    if settings.keys:
+        return []
+    mutual = bool(settings.tls.client_ca) and settings.tls.client_auth == "required"
+    http, grpc = all_listeners(settings)
+    found = [one.address for one in (*http, *grpc) if is_public(one) and not (mutual and one.tls)]
+    return list(dict.fromkeys(found))
+
+
+def refuse_open_places(settings: Settings) -> None:
+    """Raise ConfigError for a server that would serve strangers though nobody has said so."""
+    places = list_open_places(settings)
+    if places and not settings.insecure_public:
+        raise ConfigError(
+            f"{', '.join(places)}: other machines may reach this, and nobody needs a key. Give --keys FILE "
+            "(`fastserve key new NAME --file FILE` makes one), --tls-client-ca FILE, or an address of this "
+            "machine alone (127.0.0.1, unix:PATH); --insecure-public serves whoever comes"
+        )
+
+
+def all_listeners(settings: Settings) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
+    """Return the HTTP and the gRPC listeners of the settings. Raises ConfigError.
+
+    A dialect with a port of its own has it on the host of the first HTTP listener.
+    """
+    http, grpc = (*settings.listen, *settings.http), (*settings.listen, *settings.grpc)
+    first = next((one for one in http if not one.in_file), None)
+    host = first.address.rpartition(":")[0] if first else "127.0.0.1"
+    ports = ((spec.name, spec.own_port(settings)) for spec in find_specs(settings))
+    tls = first is None or first.tls
+    return (*http, *(Listener(f"{host}:{port}", (name,), tls) for name, port in ports if port)), grpc
+
+
 def list_exposures(settings: Settings) -> list[str]:
     """Return a sentence for each thing that any client of a public address may do."""
     if settings.keys:  # it needs a key whose scope allows it
@@ -178,5 +213,8 @@ def list_half_restricted(settings: Settings) -> list[str]:
 
 def warn_of_exposures(settings: Settings) -> None:
     """Log each exposure."""
-    for sentence in (*list_exposures(settings), *list_half_restricted(settings)):
+    places = list_open_places(settings)
+    serves = [f"{', '.join(places)}: whoever comes is served, nobody needs a key; see docs/security.md"]
+    found = *(serves if places else ()), *list_exposures(settings), *list_half_restricted(settings)
+    for sentence in found:
         log.warning("%s", sentence)

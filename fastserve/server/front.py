@@ -548,18 +548,5 @@ def is_same(one: Listener, other: Listener) -> bool:
     return one is other or ((one.port != 0 or one.in_file) and one.address == other.address)
 
 
-def all_listeners(settings: Settings) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
-    """Return the HTTP and the gRPC listeners of the settings. Raises ConfigError.
-
-    A dialect with a port of its own has it on the host of the first HTTP listener.
-    """
-    http, grpc = (*settings.listen, *settings.http), (*settings.listen, *settings.grpc)
-    first = next((one for one in http if not one.in_file), None)
-    host = first.address.rpartition(":")[0] if first else "127.0.0.1"
-    ports = ((spec.name, spec.own_port(settings)) for spec in find_specs(settings))
-    tls = first is None or first.tls
-    return (*http, *(Listener(f"{host}:{port}", (name,), tls) for name, port in ports if port)), grpc
-
-
 def _listed(address: tuple[str, int], listener: Listener) -> Listener:
     return Listener(shown(*address), listener.dialects, listener.tls)

@@ -29,8 +29,13 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
 from fastserve.server.banner import advise, announce, banner_text, fill_standard_streams, is_terminal
-from fastserve.server.dialect_selection import recorded_reader, warn_of_exposures
-from fastserve.server.front import Front, FrontGauges, all_listeners
+from fastserve.server.dialect_selection import (
+    all_listeners,
+    recorded_reader,
+    refuse_open_places,
+    warn_of_exposures,
+)
+from fastserve.server.front import Front, FrontGauges
 from fastserve.server.front_messages import CachePart, FailuresPart, OwnerModelControl
 from fastserve.server.front_pool import FrontPool
 from fastserve.server.health import judge
@@ -421,6 +426,7 @@ def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = Non
     setup_logs(settings.log.level, settings.log.format, access=settings.log.access)
     log_uncaught()
     try:
+        refuse_open_places(settings)
         passed_on = take_inherited(os.environ)
         status = uvloop.run(serve(settings, passed_on, ServiceManager(os.environ)))
         _leave_threads(settings, status)

@@ -352,6 +352,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """Seconds between two looks whether that file has changed."""
     keys_health: bool = False
     """Health is asked for with a key too."""
+    insecure_public: bool = False
+    """Serve addresses that other machines reach though nobody needs a key or a certificate."""
     admin: AdminOptions = AdminOptions()
     tls: TlsOptions = TlsOptions()
     limits: Limits = Limits()

@@ -155,14 +155,14 @@ def test_settings_come_first_with_where_they_came_from(
     monkeypatch.setenv("FASTSERVE_CONFIG", str(config))
     monkeypatch.setenv("FASTSERVE_FRONTENDS", "2")
     monkeypatch.setenv("FASTSERVE_PORT", "tcp://10.0.0.1:8000")  # a service of this name
-    result = run("--no-load", "--http", ":9=tfserving")
+    result = run("--no-load", "--http", "127.0.0.1:9=tfserving")
     assert result.exit_code == 0, result.output
     head, _, rest = result.output.partition("\n\n")
     assert head.splitlines() == [
         "settings",
         f"  repository: demo  ({config})",
         f"  poll_s: 5.0  ({config})",
-        "  http: :9=tfserving  (flag)",
+        "  http: 127.0.0.1:9=tfserving  (flag)",
         "  grpc: 127.0.0.1:8001  (default)",
         "  frontends: 2  (FASTSERVE_FRONTENDS)",
         f"  {len(list_fields(Settings)) - 5} others have their defaults (--all)",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 
@@ -173,3 +176,34 @@ def test_help_names_the_variables():
     said = run("serve", "--help")[1]
     assert "[FASTSERVE_HTTP]" not in said
     assert "FASTSERVE_HTTP=HOST:PORT for" in said
+
+
+def test_strangers_are_served_where_the_command_line_says_so(started, monkeypatch, tmp_path):
+    assert run("serve", "demo", "--http", ":9", "--insecure-public")[0] == 0
+    monkeypatch.setenv("FASTSERVE_INSECURE_PUBLIC", "true")
+    assert run("serve", "demo", "--http", ":9")[0] == 0
+    assert run("serve", "demo", "--http", ":9", "--no-insecure-public")[0] == 0
+    monkeypatch.delenv("FASTSERVE_INSECURE_PUBLIC")
+    assert run("serve", "demo", "--http", ":9")[0] == 0
+    assert [one.insecure_public for one in started] == [True, True, False, False]
+    started.clear()
+    model = tmp_path / "m"
+    model.mkdir()
+    assert run("tensorflow-model-server", "--port=9", f"--model_base_path={model}")[0] == 0
+    assert run("tritonserver", f"--model-repository={tmp_path}")[0] == 0
+    assert [one.insecure_public for one in started] == [True, True]  # they listen as the originals do
+
+
+def test_a_start_that_would_serve_strangers(tmp_path):
+    """Nothing is bound: it ends before."""
+    for command in (["serve", "demo", "--http", ":0"], ["check", "demo", "--no-load", "--grpc", "[::]:0"]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "fastserve.cli", *command], capture_output=True, text=True, timeout=120
+        )
+        assert ended.returncode == 1
+        assert "other machines may reach this, and nobody needs a key. Give --keys FILE" in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-m", "fastserve.cli", "serve", "demo", "--http", ":0", "--keys", "none.yaml"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert "none.yaml: cannot be read" in ended.stderr  # which is looked at next

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from fastserve.server.dialect_selection import refuse_open_places
 from fastserve.server.server import STOP_S
-from fastserve.settings.sources import OTHER_VARIABLES, list_variables
+from fastserve.settings import load_settings
+from fastserve.settings.sources import OTHER_VARIABLES, list_variables, read_environment
 
 Manifest = dict[str, Any]
 PROBES = {"startupProbe": "startup", "readinessProbe": "ready", "livenessProbe": "live"}
@@ -46,6 +49,14 @@ def check_pod(pod: Manifest) -> None:
         assert one["readinessProbe"]["failureThreshold"] == 1
         assert delay >= 2 * one["readinessProbe"]["periodSeconds"] + 2
         assert pod["terminationGracePeriodSeconds"] >= delay + grace + STOP_S + 5
+
+
+def check_starts(pod: Manifest, config: Path | None = None) -> None:
+    """A server starts with these settings: there are keys, or somebody has said that there need be none."""
+    for one in pod["containers"]:
+        variables = {entry["name"]: entry["value"] for entry in one.get("env", [])}
+        if "FASTSERVE_HTTP" in variables:
+            refuse_open_places(load_settings(config, None, read_environment(variables)))
 
 
 def check_hardened(pod: Manifest) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fastserve.settings import load_settings
-from tests.deploy.manifests import check_hardened, check_pod, check_release, pods_of
+from tests.deploy.manifests import check_hardened, check_pod, check_release, check_starts, pods_of
 from tools import render_chart
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,7 @@ def test_what_manifests_name_is_there(name: str, tmp_path: Path) -> None:
     (config,) = (one for one in found if one["kind"] == "ConfigMap")
     (tmp_path / "fastserve.yaml").write_text(config["data"]["fastserve.yaml"])
     assert load_settings(tmp_path / "fastserve.yaml").log.format == "json"
+    check_starts(pod, tmp_path / "fastserve.yaml")
 
 
 def test_each_switch_has_its_manifest() -> None:

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from fastserve.errors import ConfigError
+from fastserve.server.dialect_selection import refuse_open_places
 from fastserve.server.server import STOP_S
+from fastserve.settings import load_settings
 from fastserve.settings.sources import OTHER_VARIABLES, list_variables, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +147,11 @@ def test_compose_holds_servers_as_the_chart_does() -> None:
         assert one["user"] == "10001:10001"
         settings = one["environment"]
         assert set(settings) <= set(list_variables())
+        final = dict(stages()[1])
+        image = dict(item.split("=", 1) for item in shlex.split(final["ENV"]))
+        refuse_open_places(load_settings(None, None, read_environment({**image, **settings})))
+        with pytest.raises(ConfigError, match="nobody needs a key"):
+            refuse_open_places(load_settings(None, None, read_environment(image)))
         least = float(settings["FASTSERVE_DRAIN_DELAY_S"]) + float(settings["FASTSERVE_DRAIN_S"]) + STOP_S
         assert int(one["stop_grace_period"].removesuffix("s")) >= least + 5
         built = (FOLDER / one["build"]["context"]).resolve()

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.manifests import check_pod, pods_of
+from tests.deploy.manifests import check_pod, check_starts, pods_of
 from tools import render_chart
 
 ROOT = Path(__file__).resolve().parents[2] / "deploy"
@@ -57,6 +57,7 @@ def test_kuberays_cluster_is_whole() -> None:
     assert len(pods) == 2
     for pod in pods:
         check_pod(pod)
+        check_starts(pod)
     (server,) = (one for pod in pods for one in pod["containers"] if one["name"] == "fastserve")
     assert server["command"] + server["args"] == ["fastserve", "serve", "/models", "--ray", "auto"]
     images = {one["image"] for pod in pods for one in pod["containers"]}

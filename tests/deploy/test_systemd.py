@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fastserve.cli.serve import serve
+from fastserve.server.dialect_selection import refuse_open_places
 from fastserve.server.server import STOP_S
 from fastserve.settings import load_settings
 from tests.running import START_S, free_port, until
@@ -68,6 +69,7 @@ def test_both_services_are_the_same_but_for_the_instance() -> None:
 
 def test_each_port_of_the_socket_is_a_listener() -> None:
     settings = load_settings(UNITS / "fastserve.yaml")
+    refuse_open_places(settings)
     listeners = [listener.address for listener in (*settings.http, *settings.grpc)]
     assert read("fastserve.socket")["ListenStream"] == listeners
 

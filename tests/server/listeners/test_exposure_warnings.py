@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
+from fastserve.errors import ConfigError
 from fastserve.server import dialect_selection
-from fastserve.server.dialect_selection import is_public, list_exposures
-from fastserve.settings import AdminOptions, Listener, Settings
+from fastserve.server.dialect_selection import (
+    is_public,
+    list_exposures,
+    list_open_places,
+    refuse_open_places,
+)
+from fastserve.settings import AdminOptions, Listener, Settings, TlsOptions
 from tests.server.rig import run, serving, write_model
 
 
@@ -64,4 +70,35 @@ def test_it_is_said_at_the_start(tmp_path, caplog, monkeypatch) -> None:
             pass
 
     run(work())
+    served = "127.0.0.1:0: whoever comes is served, nobody needs a key; see docs/security.md"
+    assert caplog.messages.count(served) == 1
     assert "whoever reaches 127.0.0.1:0 may load and unload models" in caplog.text
+
+
+CA = TlsOptions(cert="c.pem", key="k.pem", client_ca="ca.pem")
+
+
+def test_who_needs_no_key() -> None:
+    assert list_open_places(settings("127.0.0.1:1", "localhost:2", "[::1]:3", "unix:/run/a.sock")) == []
+    assert list_open_places(settings("127.0.0.1:1", ":2", "10.0.0.7:3", ":2")) == [":2", "10.0.0.7:3"]
+    assert list_open_places(Settings(http=(), grpc=(), listen=(Listener("[::]:4"),))) == ["[::]:4"]
+    assert list_open_places(settings("h:1", metrics_port=8002)) == ["h:1", "h:8002"]  # a dialect's own port
+    assert list_open_places(settings(":2", keys="keys.yaml")) == []
+    assert list_open_places(settings(":2", tls=CA)) == []
+    assert list_open_places(settings(":2", tls=TlsOptions(cert="c.pem", key="k.pem"))) == [":2"]
+    optional = TlsOptions(cert="c.pem", key="k.pem", client_ca="ca.pem", client_auth="optional")
+    assert list_open_places(settings(":2", tls=optional)) == [":2"]
+    plain = Settings(http=(Listener(":1"), Listener(":2", tls=False)), grpc=(), tls=CA)
+    assert list_open_places(plain) == [":2"]
+
+
+def test_strangers_are_served_only_where_somebody_says_so() -> None:
+    refuse_open_places(settings(":1", insecure_public=True))
+    refuse_open_places(settings("127.0.0.1:1"))
+    with pytest.raises(ConfigError) as caught:
+        refuse_open_places(settings("127.0.0.1:1", ":2", ":3"))
+    assert str(caught.value) == (
+        ":2, :3: other machines may reach this, and nobody needs a key. Give --keys FILE (`fastserve key new "
+        "NAME --file FILE` makes one), --tls-client-ca FILE, or an address of this machine alone (127.0.0.1, "
+        "unix:PATH); --insecure-public serves whoever comes"
+    )

@@ -14,7 +14,7 @@ from fastserve.engine.counters import FIRST_RESPONSE, counts_of
 from fastserve.errors import ServeError
 from fastserve.request import InferRequest
 from fastserve.server import Server, nv_metrics
-from fastserve.server.front import all_listeners
+from fastserve.server.dialect_selection import all_listeners
 from fastserve.server.nv_metrics import NAMES, NvMetrics
 from fastserve.serving.replication import ReplicatedState
 from fastserve.settings import Listener, Settings
