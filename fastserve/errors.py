@@ -58,6 +58,8 @@ class Reason(Enum):
     API_KEY = 9
     """The request has no valid API key (UNAUTHENTICATED), or one that does not allow it
     (PERMISSION_DENIED)."""
+    KEY_LIMIT = 10
+    """The request is over a limit of its API key."""
 
 
 _REASON_SHIFT = 8
@@ -183,6 +185,19 @@ class LimitError(ServeError):
     def __init__(self, message: str, setting: str) -> None:
         super().__init__(Kind.RESOURCE_EXHAUSTED, message)
         self.setting = setting
+
+
+class RateLimitError(ServeError):
+    """A request is over a limit of its client's, of which `remaining` is left, and all again in `reset_s`."""
+
+    def __init__(
+        self, message: str, limit: float, remaining: float, retry_after_s: float, reset_s: float | None = None
+    ) -> None:
+        super().__init__(
+            Kind.RESOURCE_EXHAUSTED, message, retry_after_s=retry_after_s, reason=Reason.KEY_LIMIT
+        )
+        self.limit, self.remaining = limit, remaining
+        self.reset_s = retry_after_s if reset_s is None else reset_s
 
 
 class RemoteTrace(Exception):

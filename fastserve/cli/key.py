@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -77,15 +77,25 @@ def key() -> None:
     "--models", callback=parse_models, default="", metavar="PATTERN,...",
     help="Models that it may use, as search-*; all without this.",
 )  # fmt: skip
+@click.option(
+    "--requests-per-second", type=click.FloatRange(0, 1e6), default=0.0, metavar="NUMBER",
+    help="Most requests a second.",
+)  # fmt: skip
+@click.option(
+    "--concurrency", type=click.IntRange(0, 1 << 20), default=0, metavar="NUMBER",
+    help="Most requests under way.",
+)  # fmt: skip
 @file_option
-def new(name: str, scopes: tuple[ScopeName, ...], expires: str, models: tuple[str, ...], path: Path) -> None:
+def new(
+    name: str, scopes: tuple[ScopeName, ...], expires: str, models: tuple[str, ...], path: Path, **limits: Any
+) -> None:
     """Add a key for NAME, and print it: the file has its hash alone, so nobody can show it again."""
     with in_words():
         until = read_expiry(expires, datetime.now(timezone.utc)) if expires else ""
         with changing(path) as entries:
             if any(entry.name == name for entry in entries):
                 raise ConfigError(f"{path}: there is a key of the name {name}; revoke it, or choose another")
-            text, entry = make_key(name, scopes, until, models=models)
+            text, entry = make_key(name, scopes, until, models=models, **limits)
             entries.append(entry)
     of = f" of {', '.join(models)}" if models else ""
     click.echo(
@@ -108,7 +118,9 @@ def describe(entry: KeyEntry, now: float) -> str:
     who = f"subject {entry.subject}" if entry.subject else f"id {entry.id}"
     ends = "never" if not entry.expires else entry.expires + ("  expired" if entry.expires_at <= now else "")
     models = f"  models {','.join(entry.models)}" if entry.models else ""
-    return f"{entry.name}  {','.join(entry.scopes)}{models}  {who}  expires {ends}"
+    rate = f"  {entry.requests_per_second:g} requests/s" if entry.requests_per_second else ""
+    most = f"  {entry.concurrency} under way" if entry.concurrency else ""
+    return f"{entry.name}  {','.join(entry.scopes)}{models}{rate}{most}  {who}  expires {ends}"
 
 
 @key.command(short_help="Revoke a key.")

@@ -181,6 +181,13 @@ API_KEYS_STALE = _fact(
     "api_keys_stale", "1 while the file of `keys` cannot be used, and the keys of before stay in force."
 )
 
+# The names of keys are the operator's.
+KEY_REQUESTS = _counter("key_requests", "Requests of an API key, whatever they are answered.", "key")
+
+KEY_ERRORS = _counter(
+    "key_errors", "Those with an error, by HTTP status or gRPC's; no key: none that is valid.", "key", "code"
+)
+
 LOOP_DELAY = _stage("loop_delay", "How late a timer of the event loop fired.")
 
 FRONT_RESTARTS = _counter("front_restarts", "Front processes started again after one died.")

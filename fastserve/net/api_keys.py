@@ -23,17 +23,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from fastserve.errors import Kind, Reason, ServeError, server_starting
 from fastserve.net.access_control import Opening, Refuse, Scope
+from fastserve.net.key_usage import KeyUsage, use_of
 from fastserve.settings.key_file import KEY, KeyEntry, read_keys
 
 if TYPE_CHECKING:
     from fastserve.net.http1.large_bodies import ArrivedBody
-    from fastserve.net.request import Call, Endpoint, RequestHead
+    from fastserve.net.request import AccessLog, Call, Endpoint, RequestHead
 
 WANTED = "a valid API key is required: Authorization: Bearer KEY, x-api-key or api-key"
 LACKS_SCOPE = "this API key lacks the scope {}"
@@ -50,6 +52,8 @@ class ApiKey(NamedTuple):
     name: str
     scopes: frozenset[Scope]
     expires_at: float
+    usage: KeyUsage
+    """The same one for a name, whatever else of its key changes."""
     models: tuple[str, ...] = ()
     """Patterns of the models that it may use; none: all."""
 
@@ -64,6 +68,17 @@ MOST_COMPARTMENTS = 256
 """Choices of models that are kept ready: each takes 27 KB, besides what is kept of its requests, and 2.4 ms
 to be made again."""
 MakeCompartment = Callable[[tuple[str, ...]], Compartment]
+
+
+MakeUsage = Callable[[KeyEntry, "KeyUsage | None"], KeyUsage]
+"""Of an entry, and of its name until now."""
+Audit = Callable[[str, str, "int | str"], None]
+"""Writes down an administrative call: the name of its key, the call, its status."""
+
+
+def uncounted(entry: KeyEntry, known: KeyUsage | None) -> KeyUsage:
+    """Return the usage of a key that nobody counts, and without limits."""
+    return known or KeyUsage(entry.name)
 
 
 def refuse_compartments(models: tuple[str, ...]) -> Compartment:
@@ -93,8 +108,8 @@ class ApiKeyGate:
     may have expired."""
 
     __slots__ = (
-        "_clock", "_compartments", "_followers", "_make_compartment", "_next_expiry", "_path", "_ring",
-        "_skipping", "_stamp", "epoch", "opens_health", "stale",
+        "_clock", "_compartments", "_followers", "_make_compartment", "_make_usage", "_next_expiry", "_path",
+        "_ring", "_skipping", "_stamp", "_strangers", "_usages", "audit", "epoch", "opens_health", "stale",
     )  # fmt: skip
 
     def __init__(
@@ -104,8 +119,14 @@ class ApiKeyGate:
         opens_health: bool = True,
         clock: Callable[[], float] = time.time,
         make_compartment: MakeCompartment = refuse_compartments,
+        make_usage: MakeUsage = uncounted,
+        strangers: KeyUsage | None = None,
+        audit: Audit | None = None,
     ) -> None:
+        """`strangers` counts requests without a valid key."""
         self._path, self._clock, self._make_compartment = path, clock, make_compartment
+        self._make_usage, self._strangers, self.audit = make_usage, strangers or KeyUsage(""), audit
+        self._usages: dict[str, KeyUsage] = {}  # by the names of keys
         self._compartments: dict[tuple[str, ...], Compartment] = {}  # those of models that keys name now
         self.opens_health = opens_health
         self.epoch = 0
@@ -160,6 +181,44 @@ class ApiKeyGate:
         self._skipping[head] = keyed
         head.endpoint = endpoint
 
+    def log_ends(self, access_log: AccessLog | None) -> AccessLog:
+        """Return what is called when a request has ended, before `access_log`: it tells the watchers of the
+        call, and counts errors."""
+
+        def ended(call: Call, status: int, nbytes: int) -> None:
+            if call.head.slow:
+                for watcher in call.unwatch():
+                    watcher(status)
+            if status >= 400:
+                usage = call.head.usage
+                if usage is not None:
+                    usage.count_error(str(status))
+                elif status == 401:
+                    self._strangers.count_error("401")
+            if access_log is not None:
+                access_log(call, status, nbytes)
+
+        return ended
+
+    def note_refusal(self, call: Call, scope: Scope | None) -> None:
+        """Have a call counted, and written down if it administers, that is refused for its key."""
+        head, key = call.head, self.identify(call.head)
+        head.usage = None if key is None else key.usage
+        if key is not None:
+            key.usage.requests.add()
+        if scope is Scope.ADMIN and self.audit is not None:
+            head.slow = True
+            watch_audited(call, self.audit, head.usage)
+
+    def count_rpc(self, usage: KeyUsage | None, code: int) -> None:
+        """Count a call that has ended with this code."""
+        if usage is not None:
+            usage.requests.add()
+            if code:
+                usage.count_error(Kind(code).name)
+        elif code == Kind.UNAUTHENTICATED.value:
+            self._strangers.count_error(Kind.UNAUTHENTICATED.name)
+
     def identify(self, head: RequestHead) -> ApiKey | None:
         """Return the client of a request; None for one without a key, with a wrong one or with two."""
         given = set(_find_keys(head))
@@ -209,14 +268,17 @@ class ApiKeyGate:
         stamp = self._look()  # before: a change within the reading is seen by the next look
         by_id: dict[bytes, tuple[KeyEntry, ApiKey]] = {}
         by_subject: dict[str, ApiKey] = {}
+        usages: dict[str, KeyUsage] = {}
         for entry in read_keys(self._path).keys:
             models = tuple(sorted(entry.models))
-            key = ApiKey(entry.name, frozenset(map(Scope, entry.scopes)), entry.expires_at, models)
+            usage = usages[entry.name] = self._make_usage(entry, self._usages.get(entry.name))
+            key = ApiKey(entry.name, frozenset(map(Scope, entry.scopes)), entry.expires_at, usage, models)
             if entry.subject:
                 by_subject[entry.subject] = key
             else:
                 by_id[entry.id.encode()] = entry, key
         self._ring, self._stamp, self.stale = _Ring(by_id, by_subject), stamp, False
+        self._usages = usages
         named = {key.models for key in self._ring.all()}
         self._compartments = {models: one for models, one in self._compartments.items() if models in named}
         self._begin_epoch()
@@ -274,16 +336,26 @@ class KeyedEndpoint:
         self._narrowed: WeakKeyDictionary[Compartment, Endpoint] = WeakKeyDictionary()
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        head = call.head
+        head, gate, usage = call.head, self._gate, None
+        audit = gate.audit if self._scope is Scope.ADMIN else None
         try:
-            key = self._gate.admit(head, self._scope)
+            key = gate.admit(head, self._scope)
             if self._scope in self._opening.closed:
                 raise server_starting()
             endpoint = self._endpoint_for(head, key)
         except ServeError as fault:
+            gate.note_refusal(call, self._scope)
             self._refuse(call, fault)
             return None
-        self._gate.skip(head, self, endpoint)
+        if key is not None:
+            usage = key.usage
+            endpoint = use_of(usage, endpoint, self._refuse)
+        if audit is not None:
+            endpoint = AuditedEndpoint(audit, usage, endpoint)
+        head.usage = usage
+        # Never taken back: calls of this head may be under way that are watched.
+        head.slow = head.slow or audit is not None or (usage is not None and usage.counts_running)
+        gate.skip(head, self, endpoint)
         return endpoint(call)
 
     def _endpoint_for(self, head: RequestHead, key: ApiKey | None) -> Endpoint:
@@ -301,6 +373,24 @@ class KeyedEndpoint:
         return self._gate.admit(head, self._scope)
 
 
+class AuditedEndpoint:
+    """An endpoint whose calls are written down when they have ended."""
+
+    __slots__ = ("_audit", "_endpoint", "_usage")
+
+    def __init__(self, audit: Audit, usage: KeyUsage | None, endpoint: Endpoint) -> None:
+        self._audit, self._usage, self._endpoint = audit, usage, endpoint
+
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        watch_audited(call, self._audit, self._usage)
+        return self._endpoint(call)
+
+
+def watch_audited(call: Call, audit: Audit, usage: KeyUsage | None) -> None:
+    """Have a call written down when it has ended."""
+    call.watch(partial(audit, "" if usage is None else usage.name, f"{call.method} {call.target}"))
+
+
 class TakingKeyedEndpoint(KeyedEndpoint):
     """A KeyedEndpoint of an endpoint that reads large bodies out of the socket itself."""
 
@@ -308,10 +398,15 @@ class TakingKeyedEndpoint(KeyedEndpoint):
 
     def take(self, call: Call, body: ArrivedBody) -> bool:
         """Offer the body to the endpoint; False before the key is known, which the call itself finds out."""
+        head = call.head
         try:
-            endpoint = self._endpoint_for(call.head, self.check(call.head))
+            key = self.check(head)
+            endpoint = self._endpoint_for(head, key)
         except ServeError:
             return False
+        if key is not None:
+            endpoint = use_of(key.usage, endpoint, self._refuse)
+            head.usage, head.slow = key.usage, head.slow or key.usage.counts_running
         if self._scope in self._opening.closed or not hasattr(endpoint, "take"):
             return False
         taken: bool = endpoint.take(call, body)

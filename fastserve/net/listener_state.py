@@ -71,7 +71,8 @@ class ListenerState:
         self.lifetimes = lifetimes  # of HTTP/2 connections
         self.router, self.gate = router, gate
         self.heads, self.blocks = ReplyHeads(), ReplyBlocks()
-        self.access_log = access_log
+        self.access_log = access_log if gate is None else gate.log_ends(access_log)
+        self.names = access_log is not None
         self.clock = clock
         self.draining = False
         self.plain = access_log is None  # False when every reply needs a second look

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from time import monotonic_ns
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastserve._ext.stream_path import StreamPath
 from fastserve.errors import ServeError
@@ -28,6 +28,9 @@ from fastserve.net.limits import JSON, error_body
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim, MemoryBudget
 from fastserve.util.rate_limited_log import RateLimitedLog
 from fastserve.util.tracing import choose_request_id
+
+if TYPE_CHECKING:
+    from fastserve.net.key_usage import KeyUsage
 
 KEEP, CLOSE, KEEP_1_0 = range(3)  # what the reply says about the connection
 EVERY_REPLY = b"HTTP/1.1 "  # what each begins with
@@ -141,7 +144,7 @@ class RequestHead:
     __slots__ = (
         "__weakref__", "after_length", "before_length", "bodiless", "body_bytes", "client", "endpoint",
         "expects_continue", "found", "headers", "http_1_0", "identified", "memo", "method", "mode", "raw",
-        "service", "target", "total_bytes",
+        "service", "slow", "target", "total_bytes", "usage",
     )  # fmt: skip
 
     endpoint: Endpoint
@@ -163,6 +166,8 @@ class RequestHead:
         self.identified = False  # it names the request: so does its reply (an X-Request-Id header)
         self.found: CachedRoute | None = None  # what the router remembers once this is answered 200
         self.client = ""  # the subject of the client's certificate, where keys are on (api_keys)
+        self.slow = False  # its replies need a second look: it is identified, or its calls are watched
+        self.usage: KeyUsage | None = None  # of its API key
         self.memo: Any = None  # the service's, worked out once for all requests with this head
 
     def find(self, name: bytes) -> bytes | None:
@@ -207,7 +212,7 @@ class CallListener(Protocol):
 
     @property
     def access_log(self) -> AccessLog | None:
-        """Called for each reply."""
+        """Called for each reply that needs a second look."""
 
     @property
     def budget(self) -> MemoryBudget:
@@ -220,6 +225,10 @@ class CallListener(Protocol):
     @property
     def heads(self) -> ReplyHeads:
         """Reply heads of this second."""
+
+    @property
+    def names(self) -> bool:
+        """Return whether every reply has its request's id."""
 
     @property
     def plain(self) -> bool:
@@ -369,8 +378,8 @@ class Call:
     endpoint it cancels the task unless the endpoint sets it."""
 
     __slots__ = (
-        "_claim", "_connection", "_replied", "_request_id", "_stream", "_task", "body", "gone", "head",
-        "on_gone", "ready", "received_ns",
+        "_claim", "_connection", "_replied", "_request_id", "_stream", "_task", "_watchers", "body", "gone",
+        "head", "on_gone", "ready", "received_ns",
     )  # fmt: skip
 
     def __init__(self, connection: CallConnection, head: RequestHead, body: bytes | bytearray) -> None:
@@ -382,6 +391,7 @@ class Call:
         self.gone = False
         self.on_gone: Callable[[], object] | None = None
         self._stream: ReplyStream | None = None
+        self._watchers: Sequence[Callable[[int], object]]  # set by the first one
         self.ready: tuple[bytes, bytes, bool] | None = None  # a reply that waits for its turn
 
     @property
@@ -442,11 +452,22 @@ class Call:
             self._claim: Claim = Claim(self._connection.listener.budget)
             return self._claim
 
+    def watch(self, ended: Callable[[int], object]) -> None:
+        """Have `ended` called once with the status when this call is answered, or its client gone (GONE). For
+        calls whose head is `slow`."""
+        self._watchers = [*self.unwatch(), ended]
+
+    def unwatch(self) -> Sequence[Callable[[int], object]]:
+        """Return the watchers, which are not called any more."""
+        watchers: Sequence[Callable[[int], object]] = getattr(self, "_watchers", ())
+        self._watchers = ()
+        return watchers
+
     def raw_head(self, content_type: bytes = JSON) -> bytes:
         """Return the head of a 200 reply up to where "Content-Length: N" belongs, for `reply_raw`. b""
         when this reply needs `reply`. An empty content type sends none."""
         listener = self._connection.listener
-        if not listener.plain or self.head.mode != KEEP or self.head.identified:
+        if not listener.plain or self.head.mode != KEEP or self.head.slow:
             return b""
         heads = listener.heads
         return heads.ok_json if content_type is JSON else heads.find(200, content_type, KEEP)
@@ -501,7 +522,7 @@ class Call:
     def _named(self, status: int, headers: Headers) -> Headers:
         """Add X-Request-Id where the client named its request, to errors, and with an access log. Other
         replies get no id."""
-        if self.head.identified or status >= 400 or self._connection.listener.access_log is not None:
+        if self.head.identified or status >= 400 or self._connection.listener.names:
             return (*headers, (b"X-Request-Id", self.request_id.encode()))
         return headers
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from math import ceil
 from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from fastserve.errors import Kind, Reason, ServeError
+from fastserve.errors import Kind, RateLimitError, Reason, ServeError
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Resources, Restrictions, Scope, guard
 from fastserve.net.api_keys import ApiKeyGate, Compartment, KeyedEndpoint, keyed
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
@@ -113,7 +114,7 @@ def held_back_status(fault: ServeError) -> int:
     return _HELD_BACK.get(fault.kind, 503)
 
 
-_HELD_BACK = {Kind.PERMISSION_DENIED: 403, Kind.UNAUTHENTICATED: 401}
+_HELD_BACK = {Kind.PERMISSION_DENIED: 403, Kind.UNAUTHENTICATED: 401, Kind.RESOURCE_EXHAUSTED: 429}
 
 
 _CHALLENGES: dict[Kind, tuple[tuple[bytes, bytes], ...]] = {
@@ -124,9 +125,17 @@ _CHALLENGES: dict[Kind, tuple[tuple[bytes, bytes], ...]] = {
 
 def fault_headers(fault: ServeError) -> tuple[tuple[bytes, bytes], ...]:
     """Return the headers that an error has in every dialect: Retry-After where there is a time to try again,
-    WWW-Authenticate where an API key is missing or does not suffice (RFC 6750 3)."""
+    WWW-Authenticate where an API key is missing or does not suffice (RFC 6750 3), x-ratelimit-* over a limit
+    of a key."""
     if fault.reason is Reason.API_KEY:
         return _CHALLENGES[fault.kind]
+    if isinstance(fault, RateLimitError):
+        return (
+            (b"Retry-After", b"%d" % ceil(fault.retry_after_s or 1)),
+            (b"x-ratelimit-limit", b"%g" % fault.limit),
+            (b"x-ratelimit-remaining", b"%g" % fault.remaining),
+            (b"x-ratelimit-reset", b"%.3f" % fault.reset_s),
+        )
     again = fault.retry_after_s
     return () if again is None else ((b"Retry-After", b"%d" % max(1, round(again))),)
 
@@ -236,6 +245,8 @@ class Router:
     def hold_back(self, call: Call, fault: ServeError) -> None:
         """Refuse a call of a known target in its dialect's form."""
         chosen = self.choose(call.method, call.target)
+        if self._gate is not None and fault.reason is Reason.API_KEY:
+            self._gate.note_refusal(call, None if chosen is None else chosen[1].scope)
         if chosen is None:
             refuse_plainly(call, fault)
         else:

@@ -33,7 +33,9 @@ from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.http2.settings import Lifetimes
+from fastserve.net.key_usage import KeyUsage
 from fastserve.net.tls import Credentials
+from fastserve.server.audit_log import AuditLog
 from fastserve.server.dialect_selection import (
     DialectCompartment,
     Spec,
@@ -41,6 +43,7 @@ from fastserve.server.dialect_selection import (
     choose_http,
     find_specs,
 )
+from fastserve.server.key_shares import KeyShares
 from fastserve.server.nv_metrics import NvMetrics
 from fastserve.serving.client_shared_memory import DeviceMemory, Regions, keep_nothing
 from fastserve.serving.dialect import (
@@ -58,6 +61,7 @@ from fastserve.serving.replication import ReplicatedState
 from fastserve.serving.text import TextModels
 from fastserve.serving.text.tensors import TextTensors
 from fastserve.settings import Limits, Listener, Settings
+from fastserve.settings.key_file import KeyEntry
 from fastserve.settings.kserve_options import read_metrics_config
 from fastserve.util.memory import HeapTrim, own_memory_bytes
 from fastserve.util.memory_budget import MemoryBudget
@@ -286,6 +290,7 @@ class Front:
     stop: Stop = refuse_to_stop
     spread: Spread = nobody_else
     opening: Opening = field(default_factory=Opening)
+    number: int = 0  # 0: the owner's
     balancer: AcceptBalancer | None = None  # of ports that several front processes share
     passed_on: InheritedSockets = field(default_factory=InheritedSockets)  # by a service manager
     dialects: dict[str, Dialect] = field(default_factory=dict)  # those that a listener speaks, once built
@@ -297,6 +302,8 @@ class Front:
     regions: Regions = field(init=False)
     _trim: HeapTrim = field(init=False)
     _context: ServingContext = field(init=False)
+    _shares: KeyShares = field(init=False)  # where keys are on
+    _audit: AuditLog | None = None
     _specs: Sequence[Spec] = ()  # of dialects that a listener speaks
     _compartments: WeakValueDictionary[str, DialectCompartment] = field(default_factory=WeakValueDictionary)
     _asked_http: list[Listener] = field(default_factory=list)
@@ -368,10 +375,20 @@ class Front:
     def _open_keys(self) -> None:
         """Read the file of keys, and watch it. Raises ConfigError."""
         settings = self.settings
+        self._shares = KeyShares(self.number, settings.front_count)
+        self.state.add(KeyShares.PART, self._shares)
+        audit = None
+        if settings.audit_log:
+            counts = self.registry if self.number == 0 else None
+            audit = self._audit = AuditLog(Path(settings.audit_log), counts)
+            audit.open()
         gate = self.gate = ApiKeyGate(
             Path(settings.keys),
             opens_health=not settings.keys_health,
             make_compartment=self._make_compartment,
+            make_usage=self._make_usage,
+            strangers=self._count_key(""),
+            audit=None if audit is None else audit.note,
         )
         gate.load()
         self._watch(
@@ -379,6 +396,18 @@ class Front:
                 "API keys", gate.renew, lambda: min(settings.keys_poll_s, gate.seconds_to_expiry() + SOON_S)
             )
         )
+
+    def _count_key(self, name: str) -> KeyUsage:
+        requests = self.registry.counters(names.KEY_REQUESTS).of(name)
+        return KeyUsage(name, requests, lambda code: self.registry.counters(names.KEY_ERRORS).of(name, code))
+
+    def _make_usage(self, entry: KeyEntry, known: KeyUsage | None) -> KeyUsage:
+        """Return the usage of a key, which goes on from `known`, with the limits of its entry."""
+        usage, shares = known or self._count_key(entry.name), self._shares
+        usage.hold(entry.requests_per_second, entry.concurrency, shares.find, self.settings.front_count)
+        if usage.limited:
+            shares.find(entry.name)  # the first front makes room for it
+        return usage
 
     def _watch(self, watch: FileWatch) -> None:
         watch.open()
@@ -422,6 +451,10 @@ class Front:
         self.http, self.grpc = [], []
         for watch in self.watches:
             watch.close()
+        if self._audit is not None:
+            self._audit.close()
+        if self.gate is not None:
+            self._shares.close()
         self.regions.close()
         for dialect in self.dialects.values():
             dialect.close()

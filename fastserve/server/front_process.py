@@ -167,7 +167,9 @@ class FrontProcess:
         self._loads = RemoteModelControl(settings.model_control == "explicit", self._control.send)
         self._relay = RelayClient(RelayChannel.join(message["relay"], fds[1:RELAY_END]))
         balancer = AcceptBalancer(self._number, settings.front_count, fds[RELAY_END:])
-        self._front = Front(settings, Engine(self._catalog), registry, self._loads, balancer=balancer)
+        self._front = Front(
+            settings, Engine(self._catalog), registry, self._loads, number=self._number, balancer=balancer
+        )
         self._front.started_ns = message["started_ns"]
         self._relay.open()
         self._front.custom_metrics = lambda: self._custom_metrics

@@ -7,6 +7,8 @@
       hash: 9b1f...:3c77...             the salt, and SHA-256 of salt and key, both in hexadecimal
       expires: "2027-01-01T00:00:00Z"
       models: [search-*, rank]          patterns of the models that it may use; without any, all
+      requests_per_second: 50
+      concurrency: 8                    requests under way
     - name: dashboards
       scopes: [metrics]
       subject: CN=grafana,O=example      a client's certificate in place of a key
@@ -63,6 +65,10 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Date, or date and time with a zone, from which it is refused; empty: never."""
     models: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] = ()
     """Patterns of the names of the models that it may use (*, ?, [abc]); none: all models."""
+    requests_per_second: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Requests a second over all front processes, after a second's worth at once; 0: any number."""
+    concurrency: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    """Requests under way at a time over all front processes; 0: any number."""
 
     def __post_init__(self) -> None:
         if bool(self.hash) == bool(self.subject) or bool(self.id) != bool(self.hash):

@@ -352,6 +352,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """Seconds between two looks whether that file has changed."""
     keys_health: bool = False
     """Health is asked for with a key too."""
+    audit_log: str = ""
+    """File of JSON lines: the use of each key, once a second, and every administrative call. Empty: none."""
     insecure_public: bool = False
     """Serve addresses that other machines reach though nobody needs a key or a certificate."""
     admin: AdminOptions = AdminOptions()
@@ -367,6 +369,8 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
         self._check_tls()
+        if self.audit_log and not self.keys:
+            raise ValueError("audit_log: given without keys, allowed: with keys")
         given, most = self.triton.http_max_input_size, self.limits.body_bytes
         if given > max(most, INPUT_BYTES):  # it would never be reached
             raise ValueError(

@@ -42,6 +42,8 @@ class NotReady(ServeError):
 
 def code_of(fault: ServeError, options: GrpsOptions) -> int:
     """The code of a failure."""
+    if fault.reason is Reason.KEY_LIMIT:
+        return 429
     return options.unknown_model_code if isinstance(fault, UnknownModel) else CODE[fault.kind]
 
 
@@ -135,7 +137,8 @@ class GrpsService(DialectService):
         """Reply with an error, and count it."""
         self.count_fault(model, fault, call)
         code = code_of(fault, self.options)
-        always = self.options.http_status == "always_200" and fault.reason is not Reason.API_KEY
+        held_back = fault.reason in (Reason.API_KEY, Reason.KEY_LIMIT)
+        always = self.options.http_status == "always_200" and not held_back
         status = 200 if always else code
         call.reply(status, failure_json(code, fault.message), self.json_type, fault_headers(fault))
 

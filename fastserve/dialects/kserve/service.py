@@ -253,6 +253,5 @@ class KServeService(DialectService):
         number = "" if version is None else version.number
         self.count_fault(model, fault, call, number)
         fault = triton_error(fault)
-        call.reply(
-            HTTP_STATUS[fault.kind], error_body(fault.message), JSON, (*headers, *fault_headers(fault))
-        )
+        status = 429 if fault.reason is Reason.KEY_LIMIT else HTTP_STATUS[fault.kind]
+        call.reply(status, error_body(fault.message), JSON, (*headers, *fault_headers(fault)))

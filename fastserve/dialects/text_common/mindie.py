@@ -17,7 +17,7 @@ import msgspec
 
 from fastserve.codec.generation import Sampling
 from fastserve.dialects.text_common.bodies import is_integer
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import Kind, Reason, ServeError, invalid
 from fastserve.net.router import fault_headers
 from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
 from fastserve.settings import TextgenOptions
@@ -89,7 +89,7 @@ def refuse(service: TextService, call: Call, fault: ServeError, model: str = "")
     if isinstance(fault, BodyTooLarge):
         call.reply(413, b'{"message":"%b"}' % fault.message.encode(), close=True)
         return
-    status = STATUS[fault.kind]
+    status = 429 if fault.reason is Reason.KEY_LIMIT else STATUS[fault.kind]
     call.reply(status, envelope(status, fault.message), headers=fault_headers(fault), close=True)
 
 

@@ -55,6 +55,7 @@ from fastserve.net.grpc.method import (
 )
 from fastserve.net.http1.large_bodies import BULK_BYTES, ArrivedBody, offer
 from fastserve.net.http2.stream import STREAM_WINDOW, Http2Stream, Piece, StreamState
+from fastserve.net.key_usage import KeyShare, KeyUsage
 from fastserve.net.limits import Verdict, WireFault, slowness
 from fastserve.net.request import RequestHead as HttpHead
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim
@@ -201,7 +202,7 @@ class GrpcCall(CallPath):
     trailing: Metadata
     writable: asyncio.Future[None] | None
 
-    __slots__ = ("_asked", "_claim", "_inbox", "_message", "_reader", "_request_id")
+    __slots__ = ("_asked", "_claim", "_inbox", "_message", "_reader", "_request_id", "_share")
 
     # ---- what a method may know
 
@@ -545,9 +546,23 @@ class GrpcCall(CallPath):
             self.settle(Kind.CANCELLED.value)
             _stop(stopped)
 
+    def hold_share(self, share: KeyShare) -> None:
+        """Count as under way until the call has ended."""
+        self._share: KeyShare = share
+
     def _end_settling(self, code: int) -> None:
-        """Write the access log, and wake a method that waits for the client."""
-        tell = self.head.calls.terms.access_log
+        """Write the access log, give back what the call has of its key's limits, and wake a method that waits
+        for the client."""
+        head, gate = self.head, self.head.calls.gate
+        if gate is not None:
+            gate.count_rpc(head.usage, code)
+            share: KeyShare | None = getattr(self, "_share", None)
+            if share is not None:
+                del self._share
+                share.running.add(-1)
+            if head.scope is Scope.ADMIN and gate.audit is not None:
+                gate.audit("" if head.usage is None else head.usage.name, head.path, STATUS_NAMES[code])
+        tell = head.calls.terms.access_log
         if tell is not None:
             facts = self.sent_bytes, self.received_ns, self.request_id
             peer = self.stream.connection
@@ -638,7 +653,8 @@ class GrpcCalls(CallsPath):
         self.streaming: dict[GrpcCall, tuple[str, ...]] = {}
         self.deadlines, self.opening = CallDeadlines(), terms.opening
         self.share = TimeShare()
-        self.most_bytes, self.logged = terms.most_bytes, terms.access_log is not None
+        self.most_bytes = terms.most_bytes
+        self.logged = terms.access_log is not None or gate is not None
         self.plain_bytes = min(PARTED_BYTES - 1, terms.most_bytes)
         self.most_at_once = most_at_once
         self.epoch, self.gate = 0, gate
@@ -705,13 +721,26 @@ class GrpcCalls(CallsPath):
             call.name_request()
         if head.epoch != self.epoch:
             head.admit()
-        fault = head.key_fault or head.fault
+        fault = head.key_fault or head.fault or self._take(call)
         if fault is not None:
             call.fail(fault)
         elif self.most_at_once and self.running > self.most_at_once:
             most = f"over the limit of {self.most_at_once} (setting grpc_options.concurrent_calls)"
             call.fail(ServeError(Kind.RESOURCE_EXHAUSTED, f"Calls at the same time {most}"))
         return not call.over
+
+    def _take(self, call: GrpcCall) -> ServeError | None:
+        """Take room for a call under the limits of its key; return the fault where there is none."""
+        usage = call.head.usage
+        if usage is None or not usage.limited:
+            return None
+        try:
+            share = usage.take()
+        except ServeError as fault:
+            return fault
+        if usage.counts_running:
+            call.hold_share(share)
+        return None
 
 
 def is_grpc(content_type: bytes) -> bool:
@@ -729,7 +758,7 @@ class CallHead(HeadPath):
 
     __slots__ = (
         "_metadata", "coding", "encoding", "fault", "headers", "http", "key_fault", "method", "models",
-        "most_bytes", "names", "path", "scope", "take",
+        "most_bytes", "names", "path", "scope", "take", "usage",
     )  # fmt: skip
 
     def __init__(self, calls: GrpcCalls, head: HttpHead, method: Method | None) -> None:
@@ -749,11 +778,12 @@ class CallHead(HeadPath):
             self._read(head)
         except ServeError as fault:
             self.fault = self.fault or detach(fault)  # heads are kept for all connections
-        self.names = head.identified or calls.logged  # calls tell their id
+        self.names = head.identified or calls.terms.access_log is not None  # calls tell their id
         self.scope = None if method is None else method.scope
         self.http: HttpHead | None = None  # with the key; None where there is nothing to be let in to
         self.key_fault: ServeError | None = None
         self.models: tuple[str, ...] = ()  # of its key
+        self.usage: KeyUsage | None = None  # of its key
         self.epoch = 0
         self.ordinary = self.fault is None and self.timeout_ns < 0 and not self.names
 
@@ -772,13 +802,14 @@ class CallHead(HeadPath):
                 key = gate.admit(self.http, self.scope)
                 method = self.calls.find_method(self.path, key)
             except ServeError as fault:
-                self.key_fault = detach(fault)
+                self.key_fault, key = detach(fault), gate.identify(self.http)
+                self.usage = None if key is None else key.usage
             else:
-                self.models = () if key is None else key.models
+                self.models, self.usage = ((), None) if key is None else (key.models, key.usage)
                 if method is not None:
                     self._use(method)
         self.epoch = self.calls.epoch
-        fine = self.fault is None and self.key_fault is None
+        fine = self.fault is None and self.key_fault is None and not (self.usage and self.usage.limited)
         self.ordinary = fine and self.timeout_ns < 0 and not self.names
 
     def _read(self, head: HttpHead) -> None:

@@ -66,7 +66,7 @@ def read_head(raw: bytes, limits: Limits) -> RequestHead:
     except httptools.HttpParserError as error:
         raise bad_request(f"Malformed request: {error}") from None
     head.headers = fields.headers
-    head.identified = head.find(REQUEST_ID) is not None
+    head.slow = head.identified = head.find(REQUEST_ID) is not None
     _read_framing(head, fields.framing, limits)
     _read_connection(head)
     return head

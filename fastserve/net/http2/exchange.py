@@ -260,7 +260,7 @@ class StreamCall(Call):
         """Send the reply; an ordinary one takes a shorter way."""
         listener, head = self._connection.listener, self.head
         special = status != 200 or headers or self._replied or head.bodiless or head.found is not None
-        if special or head.identified or not listener.plain:
+        if special or head.slow or not listener.plain:
             super().reply(status, body, content_type, headers, close)  # RFC 9113 8.1: no DATA to a HEAD
             return
         self._replied = True

@@ -51,7 +51,7 @@ def read_head(fields: Fields, limits: Limits) -> RequestHead:
         raise over_limit(431, "Header lines", "header_count", limits.header_count)
     head = RequestHead(b"")
     head.headers = fields[first:]
-    head.identified = head.find(REQUEST_ID) is not None
+    head.slow = head.identified = head.find(REQUEST_ID) is not None
     _read_request(head, pseudo, limits)
     _read_authority(head, pseudo)
     _read_framing(head, limits)

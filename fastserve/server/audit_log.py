@@ -1,0 +1,127 @@
+"""The audit log: a file of JSON lines that says who used the server, and who changed it.
+
+    {"at": "2026-03-01T12:00:00.123Z", "event": "usage", "key": "team", "requests": 41, "errors": {"429": 2}}
+    {"at": "...", "event": "admin", "key": "ops", "call": "POST /v2/repository/models/m/load", "status": 200}
+    {"at": "...", "event": "omitted", "admin": 17}
+
+`usage` has what a key did since the line before, over all front processes; the first of them writes it, once
+a second, for keys that did something. Each front writes the administrative calls of its own clients as they
+end, refused ones too, and at most MOST_LINES a second, so that nobody fills the disk by being refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fastserve.errors import ConfigError
+from fastserve.metrics import Registry, names
+from fastserve.util.rate_limited_log import RateLimitedLog
+
+log = logging.getLogger(__name__)
+EVERY_S = 1.0
+MOST_LINES = 100
+CALL_CHARACTERS = 300
+
+
+class AuditLog:
+    """The file as one front process writes it. With `counts` it writes the usage of all of them."""
+
+    def __init__(self, path: Path, counts: Registry | None) -> None:
+        self._path, self._counts = path, counts
+        self._file = -1
+        self._written = self._omitted = 0  # in this second
+        self._requests: Counter[str] = Counter()
+        self._errors: Counter[tuple[str, str]] = Counter()
+        self._limited_log = RateLimitedLog(log)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Open the file, and start on the running loop. Raises ConfigError."""
+        try:
+            self._file = self._open()
+        except OSError as fault:
+            raise ConfigError(f"audit_log: {self._path}: {fault.strerror}") from None
+        if self._counts is not None:
+            self._grown()  # of a front's former life nothing is told again
+        self._wait()
+
+    def note(self, key: str, call: str, status: int | str) -> None:
+        """Write down an administrative call that has ended."""
+        if self._written >= MOST_LINES:
+            self._omitted += 1
+            return
+        self._written += 1
+        shown = call.partition("?")[0][:CALL_CHARACTERS]
+        self._write([{"event": "admin", "key": key, "call": shown, "status": status}])
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._turn()
+        os.close(self._file)
+        self._file = -1
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(EVERY_S, self._tick)
+
+    def _tick(self) -> None:
+        self._wait()  # first: a turn that fails is not the last
+        self._turn()
+
+    def _turn(self) -> None:
+        lines: list[dict[str, Any]] = []
+        if self._omitted:
+            lines.append({"event": "omitted", "admin": self._omitted})
+        self._written = self._omitted = 0
+        if self._counts is not None:
+            requests, errors = self._grown()
+            by_key: dict[str, dict[str, int]] = {}
+            for (key, code), count in sorted(errors.items()):
+                by_key.setdefault(key, {})[code] = count
+            for key in sorted({*requests, *by_key}):
+                more = {"errors": by_key[key]} if key in by_key else {}
+                lines.append({"event": "usage", "key": key, "requests": requests[key], **more})
+        if lines:
+            self._write(lines)
+
+    def _grown(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+        """Return how much the counts have grown since the last call."""
+        assert self._counts is not None
+        found, failed = self._counts.read(names.KEY_REQUESTS, names.KEY_ERRORS)
+        requests = Counter({key: int(value) for (key,), (value,) in found.items()})
+        errors = Counter({(key, code): int(value) for (key, code), (value,) in failed.items()})
+        grown = requests - self._requests, errors - self._errors
+        self._requests, self._errors = requests, errors
+        return grown
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        """Append lines, each whole; to a new file where somebody has moved the old one away."""
+        at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        text = "".join(json.dumps({"at": at, **line}) + "\n" for line in lines)
+        try:
+            self._reopen()
+            os.write(self._file, text.encode())
+        except OSError as fault:
+            self._limited_log.warn("the audit log has lost lines: %s: %s", self._path, fault.strerror)
+
+    def _reopen(self) -> None:
+        try:
+            there, here = os.stat(self._path), os.fstat(self._file)
+            if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino):
+                return
+        except FileNotFoundError:
+            pass
+        fresh = self._open()
+        os.close(self._file)
+        self._file = fresh
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

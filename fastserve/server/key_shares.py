@@ -1,0 +1,125 @@
+"""The numbers of keys' limits, in memory that all front processes share (net/key_usage.py).
+
+The owner makes a file with a section for each front, and a row of numbers for each key that has had a limit,
+in all sections at the same place. It alone adds rows; others find them by the name. A front writes its own
+section.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+
+from fastserve._ext.shared_metrics import KIND_GAUGE_SUM, Gauge, Section, file_bytes, lay_out
+from fastserve.net.key_usage import KeyShare
+from fastserve.serving.replication import Content, ReplicatedPart, StateRecord
+from fastserve.util.rate_limited_log import RateLimitedLog
+from fastserve.util.shared_file import make_shared_file, map_shared_file
+
+log = logging.getLogger(__name__)
+MOST_KEYS = 2048
+"""Names of keys with limits during the life of a server; limits of further ones are divided by its fronts."""
+NAME_BYTES = 64
+RUNNING, USED, FORFEITED = range(3)
+NUMBERS = 3
+FULL_S = -1e9
+"""`forfeited` of a new bucket, which is full on a machine that has just started too."""
+
+
+class KeyShares(ReplicatedPart):
+    """The shares of front `number` of `fronts`; the owner is number 0."""
+
+    PART = "key shares"
+
+    def __init__(self, number: int, fronts: int) -> None:
+        self._number, self._fronts = number, fronts
+        self._limited_log = RateLimitedLog(log)
+        self._sections: Sequence[Section] = ()
+        self._slots: dict[str, int] = {}
+        self._seen = 0  # rows that are in `_slots`
+        self._own: dict[str, KeyShare] = {}  # of keys without a row
+        self._fd = -1
+        if number == 0:
+            self._fd = make_shared_file("fastserve-keys", file_bytes(fronts, *_SIZES))
+            with map_shared_file(self._fd) as memory:
+                lay_out(memory, fronts, *_SIZES)
+            self._map(self._fd)
+
+    def find(self, name: str) -> KeyShare:
+        """Return the numbers of a key; those of this front alone while there are no others."""
+        slot = self._find_slot(name)
+        if slot < 0:
+            return self._own.get(name) or self._make_own(name)
+        self._own.pop(name, None)
+        running, used = (
+            [Gauge(section, slot + number) for section in self._sections] for number in (RUNNING, USED)
+        )
+        forfeited = Gauge(self._sections[0], slot + FORFEITED)
+        return KeyShare(running[self._number], used[self._number], forfeited, running, used)
+
+    def close(self) -> None:
+        """Close the file; its memory stays as long as a share of it is in use."""
+        self._sections = ()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    # ---- ReplicatedPart
+
+    def apply(self, content: Content, fds: list[int]) -> None:
+        try:
+            self._map(fds[0])
+        finally:
+            os.close(fds[0])
+
+    def records(self) -> Iterator[StateRecord]:
+        if self._fd >= 0:
+            yield StateRecord({}, (self._fd,))
+
+    def front_ended(self, front: int) -> None:
+        """Take the requests of a front that is no more out of the sums."""
+        if self._sections:
+            for slot in self._slots.values():
+                self._sections[front].zero(slot + RUNNING, 1)
+
+    def _map(self, fd: int) -> None:
+        memory = map_shared_file(fd)
+        self._sections = [Section(memory, number) for number in range(self._fronts)]
+
+    def _find_slot(self, name: str) -> int:
+        slot = self._slots.get(name, -1)
+        if slot >= 0 or not self._sections:
+            return slot
+        first = self._sections[0]
+        for index in range(self._seen, len(first)):
+            entry = first.text(index)
+            if entry is not None:
+                self._slots[entry[1].decode()] = entry[2]
+        self._seen = len(first)
+        if name in self._slots or self._number:
+            return self._slots.get(name, -1)
+        if self._seen == MOST_KEYS:
+            text = (
+                "more than %d keys have had limits since the start: limits of others are divided by %d fronts"
+            )
+            self._limited_log.warn(text, MOST_KEYS, self._fronts)
+            return -1
+        for section in reversed(self._sections):  # the first one last: there others look for it
+            slot = section.append(KIND_GAUGE_SUM, name.encode(), NUMBERS)
+        Gauge(first, slot + FORFEITED).set(FULL_S)
+        self._slots[name], self._seen = slot, self._seen + 1
+        return slot
+
+    def _make_own(self, name: str) -> KeyShare:
+        memory = bytearray(file_bytes(1, 1, NAME_BYTES, NUMBERS))
+        lay_out(memory, 1, 1, NAME_BYTES, NUMBERS)
+        section = Section(memory, 0)
+        slot = section.append(KIND_GAUGE_SUM, b"", NUMBERS)
+        running, used, forfeited = (Gauge(section, slot + number) for number in range(NUMBERS))
+        forfeited.set(FULL_S)
+        found = self._own[name] = KeyShare(running, used, forfeited, (running,), (used,), whole=False)
+        return found
+
+
+_SIZES = MOST_KEYS, MOST_KEYS * NAME_BYTES, MOST_KEYS * NUMBERS

@@ -1,0 +1,328 @@
+"""Limits of keys: buckets and places that front processes share, and what is given back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserve.errors import Kind, RateLimitError, Reason
+from fastserve.net.access_control import Opening, Scope
+from fastserve.net.api_keys import WANTED, ApiKeyGate, Compartment, keyed
+from fastserve.net.key_usage import KeyUsage
+from fastserve.net.request import RequestHead
+from fastserve.server.key_shares import MOST_KEYS, KeyShares
+from fastserve.settings.key_file import KeyEntry, changing, make_key
+from tests.net.kit import Clock, Pipe, echo
+
+HEAD = b"POST /echo HTTP/1.1\r\nHost: a\r\nx-api-key: %b\r\nContent-Length: 2\r\n\r\nhi"
+
+
+OPEN: list[KeyShares] = []
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def shares_of(number: int, fronts: int, owner: KeyShares | None = None) -> KeyShares:
+    found = KeyShares(number, fronts)
+    OPEN.append(found)
+    if owner is not None:
+        (record,) = owner.records()
+        found.apply({}, [os.dup(record.fds[0])])
+    return found
+
+
+class Fronts:
+    """The shares of several front processes, and what each of them knows of one key."""
+
+    def __init__(self, count: int, per_second: float = 0.0, concurrency: int = 0) -> None:
+        owner = shares_of(0, count)
+        self.shares = [owner, *(shares_of(number, count, owner) for number in range(1, count))]
+        self.clock = Clock()
+        self.clock.now = 5_000.0
+        self.usages = [self.use(shares, per_second, concurrency) for shares in self.shares]
+
+    def use(self, shares: KeyShares, per_second: float, concurrency: int, name: str = "k") -> KeyUsage:
+        usage = KeyUsage(name)
+        usage.clock = self.clock
+        usage.hold(per_second, concurrency, shares.find, len(self.shares))
+        shares.find(name)
+        return usage
+
+    def take(self, turns: int) -> int:
+        """How many of so many requests are taken, one front after the other."""
+        taken = 0
+        for turn in range(turns):
+            try:
+                self.usages[turn % len(self.usages)].take()
+            except RateLimitError:
+                continue
+            taken += 1
+        return taken
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_rate_is_that_of_all_fronts_together(count: int) -> None:
+    fronts = Fronts(count, per_second=10)
+    assert fronts.take(100) == 10  # a second's worth at once
+    for _ in range(20):
+        fronts.clock.now += 0.5
+        assert fronts.take(100) == 5
+    fronts.clock.now += 3600  # what flows into a full bucket is lost
+    assert fronts.take(100) == 10
+    fronts.clock.now += 0.25
+    assert fronts.take(100) == 2
+
+
+def test_one_front_may_use_all_of_it() -> None:
+    fronts = Fronts(4, per_second=10)
+    fronts.usages = fronts.usages[2:3]
+    assert fronts.take(100) == 10
+
+
+def test_less_than_one_request_a_second() -> None:
+    fronts = Fronts(2, per_second=0.1)
+    assert fronts.take(10) == 1
+    fronts.clock.now += 9.9
+    with pytest.raises(RateLimitError) as caught:
+        fronts.usages[0].take()
+    fault = caught.value
+    assert (fault.kind, fault.reason) == (Kind.RESOURCE_EXHAUSTED, Reason.KEY_LIMIT)
+    assert (fault.limit, fault.remaining) == (0.1, 0)
+    assert fault.retry_after_s == pytest.approx(0.1)
+    assert fault.message == "this API key may send 0.1 requests a second"
+    fronts.clock.now += 0.2
+    assert fronts.take(10) == 1
+
+
+def test_another_rate_holds_from_now_on() -> None:
+    fronts = Fronts(2, per_second=1000)
+    assert fronts.take(2000) == 1000
+    for usage, shares in zip(fronts.usages, fronts.shares, strict=True):
+        usage.hold(2, 0, shares.find, 2)
+    fronts.clock.now += 1
+    assert fronts.take(10) == 2
+    for usage, shares in zip(fronts.usages, fronts.shares, strict=True):
+        usage.hold(0, 0, shares.find, 2)
+    assert not fronts.usages[0].limited
+
+
+def test_two_fronts_that_see_a_full_bucket_at_once_forfeit_it_once() -> None:
+    """As with any order of their steps: both have read before either writes."""
+    fronts = Fronts(2, per_second=10)
+    fronts.take(1)
+    fronts.clock.now += 3600
+    shares = [one.find("k") for one in fronts.shares]
+    left = fronts.clock.now - sum(one.value for one in shares[0].all_used)
+    for share in shares:
+        share.forfeited.set(left - 1)
+    assert fronts.take(100) == 10
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_requests_under_way(count: int) -> None:
+    fronts = Fronts(count, concurrency=4)
+    held = [fronts.usages[turn % count].take() for turn in range(4)]
+    for usage in fronts.usages:
+        with pytest.raises(RateLimitError, match="may have 4 requests under way") as caught:
+            usage.take()
+        assert caught.value.limit == 4
+    held.pop().running.add(-1)
+    assert fronts.take(12) == 1
+
+
+def test_a_front_that_dies_gives_back_what_it_had() -> None:
+    fronts = Fronts(3, concurrency=4)
+    for number in (1, 1, 2, 0):
+        fronts.usages[number].take()
+    assert fronts.take(3) == 0
+    fronts.shares[0].front_ended(1)
+    again = shares_of(1, 3, fronts.shares[0])  # its successor has the section
+    fronts.usages[1] = fronts.use(again, 0, 4)
+    assert fronts.take(9) == 2
+
+
+def test_a_key_that_is_refused_for_its_rate_takes_no_place() -> None:
+    fronts = Fronts(1, per_second=1, concurrency=2)
+    assert fronts.take(5) == 1
+    (share,) = {fronts.shares[0].find("k").running.value}
+    assert share == 1
+
+
+def test_a_front_without_the_memory_has_its_part_of_the_limits() -> None:
+    """Until the first front has read the file, and where there are more keys than room."""
+    owner = shares_of(0, 4)
+    late = shares_of(2, 4, owner)
+    clock = Clock()
+    usage = KeyUsage("k")
+    usage.clock = clock
+    usage.hold(8, 8, late.find, 4)
+    held = [usage.take() for _ in range(2)]
+    with pytest.raises(RateLimitError):
+        usage.take()
+    owner.find("k")
+    clock.now += 1
+    held += [usage.take() for _ in range(4)]  # from now on those of all fronts
+    assert held[-1].whole
+    for share in held[:2]:
+        share.running.add(-1)
+    assert held[-1].running.value == 4
+    for number in range(MOST_KEYS - 1):
+        assert owner.find(f"k{number}").whole
+    assert not owner.find("one more").whole
+    assert owner.find("k5").whole
+
+
+# ---- on the wire
+
+
+class Rig:
+    """A pipe behind keys with limits; `held` are calls that wait for an answer."""
+
+    def __init__(self, folder: Path, **limits: Any) -> None:
+        self.path, self.held = folder / "keys.yaml", []  # type: ignore[var-annotated]
+        text, entry = make_key("k", ("infer",), **limits)
+        with changing(self.path) as entries:
+            entries.append(entry)
+        self.text, self.entry = text.encode(), entry
+        self.shares = shares_of(0, 1)
+        self.counted: dict[str, int] = {}
+        self.clock = Clock()
+        self.clock.now = 100.0
+        self.gate = ApiKeyGate(self.path, make_usage=self.make_usage)
+        self.gate.load()
+
+    def make_usage(self, entry: KeyEntry, known: KeyUsage | None) -> KeyUsage:
+        usage = known or KeyUsage(entry.name, self, lambda code: Counted(self.counted, code))
+        usage.clock = self.clock
+        usage.hold(entry.requests_per_second, entry.concurrency, self.shares.find)
+        return usage
+
+    def add(self, n: int = 1) -> None:
+        self.counted["requests"] = self.counted.get("requests", 0) + n
+
+    @property
+    def running(self) -> float:
+        return self.shares.find("k").running.value
+
+    def hold(self, call: Any) -> None:
+        self.held.append(call)
+
+    def pipe(self) -> Pipe:
+        return Pipe({"/echo": self.hold}, gate=self.gate)
+
+    def ask(self) -> bytes:
+        return HEAD % self.text
+
+
+class Counted:
+    def __init__(self, counts: dict[str, int], name: str) -> None:
+        self.counts, self.name = counts, name
+
+    def add(self, n: int = 1) -> None:
+        self.counts[self.name] = self.counts.get(self.name, 0) + n
+
+
+def test_a_place_is_given_back_by_an_answer_and_by_a_client_that_leaves(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, concurrency=3)
+    pipes = [rig.pipe() for _ in range(4)]
+    for pipe in pipes:
+        pipe.feed(rig.ask())
+    assert (len(rig.held), rig.running) == (3, 3)
+    (refused,) = pipes[3].replies()
+    assert refused.body == b"this API key may have 3 requests under way"
+    rig.held[0].reply(200, b"x")
+    assert rig.running == 2
+    pipes[1].connection.connection_lost(ConnectionResetError())
+    assert rig.running == 1
+    rig.held[1].reply(200, b"late")  # to nobody
+    rig.held[2].fail(RuntimeError("x"))
+    assert rig.running == 0
+    pipes[0].feed(rig.ask())
+    assert rig.running == 1
+    assert rig.counted == {"requests": 5, "503": 1, "499": 1, "500": 1}  # 503: the kit's
+
+
+def test_pipelined_calls_and_a_reset(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, concurrency=8)
+    pipe = rig.pipe()
+    pipe.feed(rig.ask() * 6)
+    assert rig.running == 6
+    rig.held[2].reply(200, b"x")  # it waits for its turn
+    assert rig.running == 5
+    pipe.connection.connection_lost(None)
+    assert rig.running == 0
+
+
+def test_limits_that_change_while_calls_are_under_way(tmp_path: Path) -> None:
+    """A place belongs to a call, whatever its head and its key have become."""
+    rig = Rig(tmp_path, concurrency=2)
+    pipe = rig.pipe()
+    pipe.feed(rig.ask() * 2)
+    for limits in ({}, {"concurrency": 5}):
+        entry = KeyEntry("k", ("infer",), rig.entry.id, rig.entry.hash, **limits)
+        with changing(rig.path) as entries:
+            entries[:] = [entry]
+        rig.gate.renew()
+        pipe.feed(rig.ask())
+    assert (len(rig.held), rig.running) == (4, 3)
+    with changing(rig.path) as entries:
+        entries.clear()
+    rig.gate.renew()
+    pipe.feed(rig.ask())
+    for call in rig.held:
+        call.reply(200, b"x")
+    assert rig.running == 0
+    assert [reply.body for reply in pipe.replies()] == [b"x"] * 4 + [WANTED.encode()]
+
+
+def test_no_request_but_the_first_pays_for_the_check(tmp_path: Path) -> None:
+    """A key without limits: its endpoint counts, and nothing else stands before the dialect's."""
+    rig = Rig(tmp_path)
+    pipe = Pipe({"/echo": echo}, gate=rig.gate)
+    pipe.feed(rig.ask() * 3)
+    assert [reply.status for reply in pipe.replies()] == [200] * 3
+    assert rig.counted == {"requests": 3}
+
+
+class Taking:
+    """An endpoint that reads large bodies itself, when it is `willing`."""
+
+    def __init__(self, willing: bool) -> None:
+        self.willing = willing
+
+    def __call__(self, call: Any) -> None:
+        raise AssertionError("not asked")
+
+    def take(self, call: Any, body: Any) -> bool:
+        return self.willing
+
+
+@pytest.mark.parametrize("willing", [True, False])
+def test_a_body_that_is_offered(tmp_path: Path, willing: bool) -> None:
+    rig = Rig(tmp_path, concurrency=1, requests_per_second=5)
+
+    def no_part(compartment: Compartment, head: RequestHead) -> Any:
+        raise AssertionError
+
+    behind: Any = keyed(rig.gate, Opening(), Taking(willing), Scope.INFER, lambda call, fault: None, no_part)
+    head = RequestHead(b"")
+    head.headers = [(b"x-api-key", rig.text)]
+    pipe = rig.pipe()
+    pipe.feed(rig.ask())
+    call = rig.held[0]
+    call.reply(200, b"")
+    call.head = head
+    assert behind.take(call, None) is willing
+    assert rig.running == int(willing)
+    assert head.slow
+    assert behind.take(call, None) is False  # one is under way, or it is unwilling
+    assert rig.running == int(willing)

@@ -1,0 +1,430 @@
+"""Limits and usage of keys on running servers: refusals of every API, clients that vanish, several fronts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from fastserve.net.access_control import Scope
+from fastserve.protos import load
+from fastserve.server import Server
+from fastserve.settings.key_file import changing, make_key
+from tests.running import Running, until
+from tests.server.listeners.test_key_matrix import RPCS, Keys, routes, serving
+from tests.server.listeners.test_keys import BODY, PREDICT
+from tests.server.listeners.test_keys import serving as running
+from tests.server.rig import HOLD, run, write_model
+
+pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+
+INFER = "/v2/models/twice/infer"
+
+
+def add(path: Path, name: str, *scopes: Any, **limits: Any) -> dict[str, str]:
+    """Add a key; the headers of its client."""
+    with changing(path) as entries:
+        text, entry = make_key(name, scopes or ("infer", "metadata"), **limits)
+        entries[:] = [one for one in entries if one.name != name]
+        entries.append(entry)
+    return {"authorization": f"Bearer {text}"}
+
+
+def held_body() -> bytes:
+    data = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [HOLD, 1.0]}
+    return json.dumps({"inputs": [data]}).encode()
+
+
+def running_of(server: Server, name: str) -> float:
+    return sum(one.value for one in server.front._shares.find(name).all_running)
+
+
+async def turns(true: Callable[[], object]) -> None:
+    async def wait() -> None:
+        while not true():
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(wait(), 60)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("http2", [False, True], ids=["http1", "http2"])
+def test_every_api_says_429(tmp_path: Path, http2: bool) -> None:
+    """From the server's own routes: a key that has had its one request of this hour."""
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+    spent = add(keys.path, "spent", *(scope.value for scope in Scope), requests_per_second=1 / 3600)
+
+    async def work() -> None:
+        wrong, count = [], 0
+        async with (
+            serving(tmp_path, keys) as server,
+            httpx.AsyncClient(http1=not http2, http2=http2, timeout=60, headers=spent) as client,
+        ):
+            root = "http://{}:{}".format(*server.front.http[0].address)
+            first = await client.get(f"{root}/v2")
+            assert first.status_code == 200
+            for at, verb, target, scope in list(routes(server)):
+                if scope is Scope.HEALTH or "//" in target:
+                    continue
+                host = "{}:{}".format(*server.front.http[at].address)
+                reply = await client.request(
+                    verb, f"http://{host}{target}", json={} if verb == "POST" else None
+                )
+                count += 1
+                told = {name: reply.headers.get(f"x-ratelimit-{name}") for name in ("limit", "remaining")}
+                again = int(reply.headers.get("retry-after", "0"))
+                fine = reply.status_code == 429 and told == {"limit": "0.000277778", "remaining": "0"}
+                if not fine or not 3500 < again <= 3600 or "x-ratelimit-reset" not in reply.headers:
+                    wrong.append(f"{verb} {target} ({scope}): {reply.status_code} {told} {again}")
+        assert not wrong, "\n".join(wrong)
+        assert count > 100
+
+    run(work())
+
+
+def test_every_rpc_says_resource_exhausted(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+    scopes = [scope.value for scope in Scope]
+    spent = tuple(add(keys.path, "spent", *scopes, requests_per_second=1 / 3600).items())
+    details = load("google_rpc")
+
+    async def work() -> None:
+        async with serving(tmp_path, keys) as server:
+            place = "{}:{}".format(*server.front.grpc[1].address)
+            async with grpc.aio.insecure_channel(place) as channel:
+                await channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")(
+                    b"", metadata=spent
+                )
+                for path, scope in RPCS.items():
+                    if scope is Scope.HEALTH:
+                        continue
+                    given = channel.unary_stream(path)(b"", metadata=spent, timeout=60)
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await given.read()
+                    fault = caught.value
+                    assert fault.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, path
+                    trailers = dict(fault.trailing_metadata() or ())
+                    status = details.Status.FromString(trailers["grpc-status-details-bin"])
+                    retry = details.RetryInfo.FromString(status.details[0].value)
+                    assert 3500 < retry.retry_delay.seconds <= 3600
+
+    run(work())
+
+
+def test_limits_change_without_a_restart(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+    headers = add(keys.path, "k", requests_per_second=1 / 3600)
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, keys) as server,
+            httpx.AsyncClient(headers=headers, timeout=60) as client,
+        ):
+            root = "http://{}:{}".format(*server.front.http[0].address)
+
+            async def statuses(count: int) -> list[int]:
+                return [(await client.get(f"{root}/v2")).status_code for _ in range(count)]
+
+            assert await statuses(3) == [200, 429, 429]
+            with changing(keys.path) as entries:
+                entries[:] = [
+                    type(one)(one.name, one.scopes, one.id, one.hash) if one.name == "k" else one
+                    for one in entries
+                ]
+            server.front.renew_files()
+            assert await statuses(50) == [200] * 50
+
+    run(work())
+
+
+# ---- clients that vanish
+
+
+CLIENT = """
+import socket, sys, time
+host, port, count, head, body = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+links = [socket.create_connection((host, port)) for _ in range(count)]
+for link in links:
+    link.sendall((head.replace("|", "\\r\\n") + body).encode())
+print("sent", flush=True)
+time.sleep(600)
+"""
+
+
+def head_of(headers: dict[str, str], length: int) -> str:
+    return (
+        f"POST {INFER} HTTP/1.1|Host: a|Authorization: {headers['authorization']}|Content-Length: {length}||"
+    )
+
+
+@pytest.mark.parametrize("clients", [4, 64])
+def test_clients_that_are_killed_give_their_places_back(tmp_path: Path, clients: int) -> None:
+    write_model(tmp_path, max_queue_rows=1000)
+    keys = Keys(tmp_path)
+    headers = add(keys.path, "k", concurrency=clients)
+    body = held_body()
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, keys, load_models=("*",)) as server,
+            httpx.AsyncClient(timeout=60) as client,
+        ):
+            host, port = server.front.http[0].address
+            command = [sys.executable, "-c", CLIENT, host, str(port), str(clients)]
+            for _ in range(2):
+                process = await asyncio.create_subprocess_exec(
+                    *command, head_of(headers, len(body)), body.decode(), stdout=subprocess.PIPE
+                )
+                assert process.stdout is not None
+                assert await asyncio.wait_for(process.stdout.readline(), 60) == b"sent\n"
+                await turns(lambda: running_of(server, "k") == clients)
+                reply = await client.post(f"http://{host}:{port}{INFER}", content=body, headers=headers)
+                assert reply.status_code == 429
+                assert reply.json() == {"error": f"this API key may have {clients} requests under way"}
+                process.send_signal(signal.SIGKILL)
+                await process.wait()
+                await turns(lambda: running_of(server, "k") == 0)
+            (tmp_path / "go").touch()
+            reply = await client.post(f"http://{host}:{port}{INFER}", content=body, headers=headers)
+            assert reply.status_code == 200
+            assert running_of(server, "k") == 0
+
+    run(work())
+
+
+def test_resets_and_cancelled_calls_give_their_places_back(tmp_path: Path) -> None:
+    """HTTP/1.1 resets, HTTP/2 streams and gRPC calls that are cancelled, streams that are open."""
+    write_model(tmp_path, max_queue_rows=1000)
+    keys = Keys(tmp_path)
+    headers = add(keys.path, "k", concurrency=16)
+    body = held_body()
+    v2 = load("kserve_v2")
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [1, 2], "contents": {"fp32_contents": [HOLD, 1.0]}}]
+    message = v2.ModelInferRequest(model_name="twice", inputs=inputs).SerializeToString()
+
+    async def work() -> None:
+        async with serving(tmp_path, keys, load_models=("*",)) as server:
+            host, port = server.front.http[0].address
+            url = f"http://{host}:{port}{INFER}"
+            for _ in range(4):
+                links = [socket.create_connection((host, port)) for _ in range(8)]
+                for link in links:
+                    head = head_of(headers, len(body)).replace("|", "\r\n")
+                    await asyncio.to_thread(link.sendall, head.encode() + body)
+                await turns(lambda: running_of(server, "k") == 8)
+                for link in links:
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    link.close()
+                await turns(lambda: running_of(server, "k") == 0)
+
+                async with httpx.AsyncClient(http1=False, http2=True, timeout=60) as client:
+                    sent = [client.post(url, content=body, headers=headers) for _ in range(8)]
+                    tasks = [asyncio.ensure_future(one) for one in sent]
+                    await turns(lambda: running_of(server, "k") == 8)
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                await turns(lambda: running_of(server, "k") == 0)
+
+                place = "{}:{}".format(*server.front.grpc[1].address)
+                async with grpc.aio.insecure_channel(place) as channel:
+                    given = tuple(headers.items())
+                    call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                    calls = [call(message, metadata=given, timeout=60) for _ in range(8)]
+                    calls += [call(message, metadata=given, timeout=0.5) for _ in range(4)]
+                    stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+                    open_ones = [stream(metadata=given) for _ in range(4)]
+                    for one in open_ones:
+                        await one.write(message)
+                    await turns(lambda: running_of(server, "k") >= 12)
+                    await turns(lambda: running_of(server, "k") == 12)  # four had a deadline
+                    for one in (*calls, *open_ones):
+                        one.cancel()
+                    await turns(lambda: running_of(server, "k") == 0)
+
+    run(work())
+
+
+# ---- several front processes
+
+
+@contextlib.contextmanager
+def asking(place: str, headers: dict[str, str], threads: int) -> Iterator[Counter[int]]:
+    """Clients that ask one request after the other, over a new connection now and then; what they got."""
+    got: Counter[int] = Counter()
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                closing(http.client.HTTPConnection(place, timeout=60)) as link,
+            ):
+                for _ in range(20):
+                    link.request("POST", PREDICT, BODY, headers)
+                    reply = link.getresponse()
+                    reply.read()
+                    got[reply.status] += 1
+
+    started = [threading.Thread(target=ask) for _ in range(threads)]
+    for thread in started:
+        thread.start()
+    try:
+        yield got
+    finally:
+        ended.set()
+        for thread in started:
+            thread.join()
+
+
+def test_the_rate_of_several_fronts(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    headers = add(path, "k", requests_per_second=40)
+    with running(tmp_path, "--frontends", "3") as server:
+        began = time.monotonic()
+        with asking(server.http, headers, 6) as got:
+            until(lambda: got[200] >= 160, "four seconds' worth")
+        took_s = time.monotonic() - began
+        most = 40 + 40 * took_s + 3
+        assert 160 <= got[200] <= most
+        assert set(got) == {200, 429}
+
+
+def test_a_front_that_is_killed_gives_back_the_places_it_had(tmp_path: Path) -> None:
+    """Eight clients of a key with eight places: each place that is lost with its front shows as a 429."""
+    path = tmp_path / "keys.yaml"
+    headers = add(path, "k", concurrency=8)
+    with running(tmp_path, "--frontends", "3") as server:
+        fronts = fronts_of(server)
+        assert len(fronts) == 2
+        with asking(server.http, headers, 8) as got:
+            for pid in fronts:
+                seen = got[200]
+                until(lambda seen=seen: got[200] > seen + 100, "answers")
+                os.kill(pid, signal.SIGKILL)
+            seen = got[200]
+            until(lambda: got[200] > seen + 100, "answers go on")
+        with asking(server.http, headers, 8) as got:
+            until(lambda: got[200] >= 400, "answers go on")
+        assert got[429] == 0
+
+
+def fronts_of(server: Running) -> list[int]:
+    """The front processes besides the server's first: those that map a relay channel."""
+    return [pid for pid in server.workers if "fastserve-relay" in links_of(pid)]
+
+
+def links_of(pid: int) -> str:
+    try:
+        return " ".join(os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+# ---- usage
+
+
+def test_the_metrics_page_and_the_audit_log(tmp_path: Path) -> None:
+    path, audit = tmp_path / "keys.yaml", tmp_path / "audit.log"
+    good = add(path, "good", "infer", "metrics", "admin")
+    other = add(path, "other", "metadata")
+    rare = add(path, "rare", requests_per_second=1 / 3600)
+
+    def send(verb: str, target: str, headers: dict[str, str]) -> int:
+        with closing(http.client.HTTPConnection(server.http, timeout=60)) as link:
+            link.request(verb, target, BODY if verb == "POST" else None, headers)
+            reply = link.getresponse()
+            reply.read()
+            return reply.status
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in audit.read_text().splitlines()]
+
+    def used(key: str) -> tuple[int, Counter[str]]:
+        found = [line for line in lines() if (line["event"], line["key"]) == ("usage", key)]
+        errors: Counter[str] = Counter()
+        for line in found:
+            errors.update(line.get("errors", {}))
+        return sum(line["requests"] for line in found), errors
+
+    with running(tmp_path, "--frontends", "2", "--audit-log", str(audit)) as server:
+        assert [send("POST", PREDICT, good) for _ in range(30)] == [200] * 30
+        assert [send("POST", PREDICT, other) for _ in range(4)] == [403] * 4
+        assert [send("GET", "/v2", other) for _ in range(4)] == [200] * 4
+        assert [send("POST", PREDICT, rare) for _ in range(3)] == [200, 429, 429]
+        assert [send("POST", PREDICT, {}) for _ in range(5)] == [401] * 5
+        load_it = "/v2/repository/models/half_plus_two/load?x=secret"
+        asked = [send("POST", load_it, headers) for headers in (good, other, {})]
+        assert asked[1:] == [403, 401]
+        until(lambda: used("good")[0] == 31, "the usage of a key")
+        until(lambda: used("other") == (9, Counter({"403": 5})), "the usage of another")
+        until(lambda: used("rare") == (3, Counter({"429": 2})), "a key over its limit")
+        until(lambda: used("") == (0, Counter({"401": 6})), "requests without a key")
+        admin = [(line["key"], line["call"], line["status"]) for line in lines() if line["event"] == "admin"]
+        call = "POST /v2/repository/models/half_plus_two/load"
+        assert sorted(admin) == sorted([("good", call, asked[0]), ("other", call, 403), ("", call, 401)])
+        audit.rename(tmp_path / "audit.old")
+        with closing(http.client.HTTPConnection(server.http, timeout=60)) as link:
+            link.request("GET", "/metrics", headers=good)
+            page = link.getresponse().read().decode()
+        for line in (
+            'fastserve_key_requests_total{key="good"} 32',
+            'fastserve_key_requests_total{key="other"} 9',
+            'fastserve_key_errors_total{code="403",key="other"} 5',
+            'fastserve_key_errors_total{code="429",key="rare"} 2',
+            'fastserve_key_errors_total{code="401",key=""} 6',
+        ):
+            assert f"\n{line}" in page, [one for one in page.splitlines() if "_key_" in one]
+        until(lambda: audit.exists() and used("good")[0] == 1, "a new file")
+        text = audit.read_text() + (tmp_path / "audit.old").read_text()
+        for headers in (good, other, rare):
+            assert headers["authorization"].split()[1] not in text
+    assert oct(audit.stat().st_mode)[-3:] == "600"
+
+
+def test_refusals_do_not_fill_the_disk(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    keys, audit = Keys(tmp_path), tmp_path / "audit.log"
+
+    async def work() -> None:
+        async with serving(tmp_path, keys, audit_log=str(audit)) as server, httpx.AsyncClient() as client:
+            url = "http://{}:{}/v2/repository/models/m/load".format(*server.front.http[0].address)
+            for _ in range(300):
+                assert (await client.post(url)).status_code == 401
+            await turns(lambda: "omitted" in audit.read_text())
+            place = "{}:{}".format(*server.front.grpc[1].address)
+            async with grpc.aio.insecure_channel(place) as channel:
+                path = "/inference.GRPCInferenceService/RepositoryModelLoad"
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await channel.unary_unary(path)(b"", metadata=tuple(keys.headers("admin").items()))
+        found = [json.loads(line) for line in audit.read_text().splitlines()]
+        events = Counter(line["event"] for line in found)
+        omitted = sum(line["admin"] for line in found if line["event"] == "omitted")
+        assert events["admin"] + omitted == 301
+        (line,) = (line for line in found if (line["event"], line.get("key")) == ("admin", "admin"))
+        assert (line["call"], line["status"]) == (path, "INVALID_ARGUMENT")
+
+    run(work())
