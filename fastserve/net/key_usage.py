@@ -159,29 +159,24 @@ class KeyUsage:
         share.used.add(cost_s)
 
 
-class CountedEndpoint:
-    """An endpoint of one key's requests."""
+def count_requests(usage: KeyUsage, endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint of one key's requests, which are counted. A function: calls of an object's __call__
+    cost 0.25 us more, and every request of a key is one."""
+    count = usage.requests.add
 
-    __slots__ = ("_count", "_endpoint")
+    def answer(call: Call) -> Coroutine[Any, Any, None] | None:
+        count()
+        return endpoint(call)
 
-    def __init__(self, usage: KeyUsage, endpoint: Endpoint) -> None:
-        self._count, self._endpoint = usage.requests.add, endpoint
-
-    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
-        self._count()
-        return self._endpoint(call)
-
-
-class TakingCountedEndpoint(CountedEndpoint):
-    """A CountedEndpoint of an endpoint that reads large bodies out of the socket itself."""
-
-    __slots__ = ()
-
-    def take(self, call: Call, body: ArrivedBody) -> bool:
-        taken: bool = self._endpoint.take(call, body)  # type: ignore[attr-defined]
+    def take(call: Call, body: ArrivedBody) -> bool:
+        taken: bool = endpoint.take(call, body)  # type: ignore[attr-defined]
         if taken:
-            self._count()
+            count()
         return taken
+
+    if hasattr(endpoint, "take"):
+        answer.take = take  # type: ignore[attr-defined]
+    return answer
 
 
 class LimitedEndpoint:
@@ -231,7 +226,7 @@ class TakingLimitedEndpoint(LimitedEndpoint):
 
 def use_of(usage: KeyUsage, endpoint: Endpoint, refuse: Refuse) -> Endpoint:
     """Return the endpoint for the requests of a key; `refuse` answers those over its limits."""
-    takes = hasattr(endpoint, "take")
-    if usage.limited:
-        return (TakingLimitedEndpoint if takes else LimitedEndpoint)(usage, endpoint, refuse)
-    return (TakingCountedEndpoint if takes else CountedEndpoint)(usage, endpoint)
+    if not usage.limited:
+        return count_requests(usage, endpoint)
+    made = TakingLimitedEndpoint if hasattr(endpoint, "take") else LimitedEndpoint
+    return made(usage, endpoint, refuse)

@@ -171,3 +171,14 @@ def test_models(tmp_path: Path) -> None:
     assert read_keys(path).keys[0].models == ("team-a-*", "shared")
     said = key("new", "c", "--models", "x", "--scopes", "infer,admin", "--file", str(path), status=1)
     assert "models: given with the scope admin" in said
+
+
+def test_limits(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    key("new", "a", "--requests-per-second", "2.5", "--concurrency", "8", "--file", str(path))
+    (entry,) = read_keys(path).keys
+    assert (entry.requests_per_second, entry.concurrency) == (2.5, 8)
+    assert "  2.5 requests/s  8 under way  " in key("list", "--file", str(path))
+    key("new", "b", "--file", str(path))
+    assert read_keys(path).keys[0] == entry
+    key("new", "c", "--concurrency", "-1", "--file", str(path), status=2)

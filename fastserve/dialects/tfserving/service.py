@@ -186,9 +186,7 @@ class TFServingService(DialectService):
         self.message_bytes = context.settings.grpc_options.message_bytes
         self.headers = CORS_HEADERS if options.cors else ()
         models = self.engine.catalog.models
-        self.monitor = context.share(
-            "tfserving monitor", lambda: TFServingMonitor(models, context.registry)
-        )
+        self.monitor = context.share("tfserving monitor", lambda: TFServingMonitor(models, context.registry))
         self.timeout_ns = options.rest_timeout_ms * 1_000_000
         self.signatures = PerVersion(self.keepers, SignatureViews)
 
