@@ -53,7 +53,7 @@ class ApiKey(NamedTuple):
     scopes: frozenset[Scope]
     expires_at: float
     usage: KeyUsage
-    """The same one for a name, whatever else of its key changes."""
+    """Of its name: it goes on when the key changes otherwise."""
     models: tuple[str, ...] = ()
     """Patterns of the models that it may use; none: all."""
 

@@ -1,4 +1,4 @@
-"""What the clients of API keys use: their requests are counted, and held to the limits of their key.
+"""The use of API keys: requests are counted, and held to the limits of their key.
 
     usage = KeyUsage("search", requests, error_of)      of one key, in one front process
     usage.hold(50, 4, find_share)                       requests a second, and under way at a time

@@ -49,7 +49,7 @@ class AuditLog:
         except OSError as fault:
             raise ConfigError(f"audit_log: {self._path}: {fault.strerror}") from None
         if self._counts is not None:
-            self._grown()  # of a front's former life nothing is told again
+            self._grown()  # what is in the counts already is no news
         self._wait()
 
     def note(self, key: str, call: str, status: int | str) -> None:
