@@ -79,8 +79,8 @@ class ServingContext:
 
     engine: Engine
     registry: Registry
-    catalog: Catalog = field(default=None)  # type: ignore[assignment]
-    """The models that clients of these dialects may use: all of the engine's, if none is given."""
+    part: PartialCatalog | None = None
+    """The models that clients of these dialects may use, where those are not all."""
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
     repository: RepositoryFace = field(default_factory=NoRepository)
     regions: Regions = field(default_factory=lambda: Regions(False))
@@ -100,9 +100,10 @@ class ServingContext:
     """When the server started."""
     shared: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.catalog is None:
-            self.catalog = self.engine.catalog
+    @property
+    def catalog(self) -> Catalog:
+        """The models that clients of these dialects may use."""
+        return self.engine.catalog if self.part is None else self.part
 
     def share(self, name: str, make: Callable[[], Shared]) -> Shared:
         """Return what all dialects of a front process have one of, also where several are built of a kind for
@@ -123,7 +124,7 @@ class ServingContext:
 
         return replace(
             self,
-            catalog=catalog,
+            part=catalog,
             repository=PartialRepository(self.repository, catalog.allows),
             regions=Regions(False),
             stop=refuse_to_stop,

@@ -193,7 +193,7 @@ class NumbersReader:
 
     def __init__(self, context: ServingContext, history: History) -> None:
         self._registry, self._engine = context.registry, context.engine
-        self._catalog = context.catalog
+        self._catalog = context.engine.catalog
         self._readiness, self._history = context.readiness, history
         self._repository = context.repository
         restrictions = Restrictions.over_http(context.settings.triton.restrictions_over_http)
