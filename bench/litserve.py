@@ -204,7 +204,10 @@ def served(command: list[str], port: int, task: Task, log: Path) -> Iterator[str
     """Run a server in a process group of its own until it answers; it ends with the block."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        # LitServe writes a client.py into its working directory.
+        process = subprocess.Popen(
+            command, cwd=log.parent, stdout=out, stderr=out, env=environment, start_new_session=True
+        )
     url = f"http://127.0.0.1:{port}{task.path}"
     try:
         until = time.monotonic() + START_S
