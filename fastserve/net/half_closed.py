@@ -17,6 +17,13 @@ from typing import Any
 from fastserve.util.rate_limited_log import run_all
 
 
+def send_fin(transport: asyncio.Transport) -> None:
+    """End the server's side of a connection. Where the client has reset it, asyncio's own loop raises and
+    uvloop does not; `connection_lost` reports the reset in either."""
+    with contextlib.suppress(OSError):
+        transport.write_eof()
+
+
 class HalfClosedTransport(asyncio.Transport):
     """Wrap the transport of a client that has sent FIN. Nothing can be read, `skip` bytes of the next
     write are sent already, and write_eof closes."""

@@ -6,7 +6,8 @@
 
 `usage` has what a key did since the line before, over all front processes; the first of them writes it, once
 a second, for keys that did something. Each front writes the administrative calls of its own clients as they
-end, refused ones too, and at most MOST_LINES a second, so that nobody fills the disk by being refused.
+end. Of refused ones it writes MOST_REFUSED a second, so that strangers neither fill the disk nor hide what
+others do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 EVERY_S = 1.0
-MOST_LINES = 100
+MOST_REFUSED = 100
+REFUSED = frozenset((401, 403, 429, "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"))
 CALL_CHARACTERS = 300
 
 
@@ -36,7 +38,7 @@ class AuditLog:
     def __init__(self, path: Path, counts: Registry | None) -> None:
         self._path, self._counts = path, counts
         self._file = -1
-        self._written = self._omitted = 0  # in this second
+        self._refused = self._omitted = 0  # in this second
         self._requests: Counter[str] = Counter()
         self._errors: Counter[tuple[str, str]] = Counter()
         self._limited_log = RateLimitedLog(log)
@@ -54,10 +56,11 @@ class AuditLog:
 
     def note(self, key: str, call: str, status: int | str) -> None:
         """Write down an administrative call that has ended."""
-        if self._written >= MOST_LINES:
-            self._omitted += 1
-            return
-        self._written += 1
+        if status in REFUSED:
+            if self._refused >= MOST_REFUSED:
+                self._omitted += 1
+                return
+            self._refused += 1
         shown = call.partition("?")[0][:CALL_CHARACTERS]
         self._write([{"event": "admin", "key": key, "call": shown, "status": status}])
 
@@ -80,7 +83,7 @@ class AuditLog:
         lines: list[dict[str, Any]] = []
         if self._omitted:
             lines.append({"event": "omitted", "admin": self._omitted})
-        self._written = self._omitted = 0
+        self._refused = self._omitted = 0
         if self._counts is not None:
             requests, errors = self._grown()
             by_key: dict[str, dict[str, int]] = {}

@@ -38,7 +38,7 @@ OTHER_VARIABLES = frozenset(
     {
         CONFIG_VARIABLE,
         PASSWORD_VARIABLE,
-        *("FASTSERVE_URL", "FASTSERVE_CACERT"),  # commands that are clients
+        *("FASTSERVE_URL", "FASTSERVE_CACERT", "FASTSERVE_API_KEY"),  # commands that are clients
         *("FASTSERVE_EXT", "FASTSERVE_DEBUG", "FASTSERVE_PORTABLE", "FASTSERVE_JOBS"),  # the build
         "FASTSERVE_REPOSITORY_URL",  # the site of the docs
         *("FASTSERVE_GRPC_JS", "FASTSERVE_H2SPEC", "FASTSERVE_TRITON", "FASTSERVE_SMOKE"),  # the tests

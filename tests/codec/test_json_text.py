@@ -25,6 +25,7 @@ OTHERS_BYTES = {
     "serving/replication.py": "records that the owner's process has written",
     "serving/text/chat.py": "files of a model's folder",
     "serving/text/tokenizer.py": "a tokenizer's own state",
+    "dialects/text_common/mindie_metrics.py": "rates that the owner's process has written",
     "dialects/grps/json_messages.py": "one member as the text that it is, and no object",
     "dialects/grps/predict.py": "headers that a model's worker says",
 }

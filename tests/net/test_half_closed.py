@@ -5,10 +5,13 @@ held for what the two have in common, a FIN in the middle of things."""
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 
 import pytest
 
 from fastserve.net import Call
+from fastserve.net.half_closed import send_fin
 from fastserve.net.http1.large_bodies import BULK_BYTES
 from tests.net.kit import WAIT_S, Client, Held, client, echo, read_replies, run, serving, until
 
@@ -171,3 +174,21 @@ def test_a_client_that_reads_slowly_still_gets_all_of_it() -> None:
             assert await rest(peer) == [(200, bytes(3_000_000))] * 3
 
     run(main())
+
+
+def test_fin_to_a_client_that_has_reset_raises_on_no_loop() -> None:
+    """asyncio's own loop raises ENOTCONN from write_eof, uvloop does not."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            peer = socket.create_connection(listening.getsockname(), WAIT_S)
+            accepted, _ = listening.accept()
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, accepted)
+        transport.pause_reading()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        send_fin(transport)
+        transport.abort()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 
 from fastserve.errors import ServeError
 from fastserve.net.callback_guard import Peered, guarded
-from fastserve.net.half_closed import HalfClosedTransport
+from fastserve.net.half_closed import HalfClosedTransport, send_fin
 from fastserve.net.http1.large_bodies import (
     BULK_BYTES,
     MOST_AWAITED_BYTES,
@@ -570,7 +570,7 @@ class Http1Connection(Peered, asyncio.Protocol):
         if self._paused:  # input must be read off, or closing would reset the connection
             self._paused = False
             self._transport.resume_reading()
-        self._transport.write_eof()
+        send_fin(self._transport)
 
     def _drop_calls(self) -> None:
         """Tell all calls that their client is gone."""

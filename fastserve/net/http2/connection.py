@@ -29,7 +29,7 @@ from fastserve._ext.http2_frames import DATA, HEADERS, PLACED, FrameReader, fram
 from fastserve._ext.http2_path import Http2Path
 from fastserve.errors import ServeError
 from fastserve.net.callback_guard import Peered, guarded
-from fastserve.net.half_closed import HalfClosedTransport
+from fastserve.net.half_closed import HalfClosedTransport, send_fin
 from fastserve.net.http1.large_bodies import BULK_BYTES, MOST_AWAITED_BYTES, bare_socket, wake_at
 from fastserve.net.http2 import abuse_budget, settings
 from fastserve.net.http2.abuse_budget import RAPID_RESET, FrameBacklog, FrameEvent, drop_rapid_resets
@@ -876,7 +876,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             else:
                 self._transport.write(out[0] if len(out) == 1 else b"".join(out))
         if self._ended and not self._transport.is_closing():
-            self._transport.write_eof()
+            send_fin(self._transport)
 
     def answer(self, data: bytes) -> None:
         """Send what a client makes the server send, however little it reads."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from fastserve._ext.http2_frames import GOAWAY, frame
 from fastserve.net.callback_guard import guarded
+from fastserve.net.half_closed import send_fin
 from fastserve.net.http2.settings import PREFACE
 from fastserve.net.http2.stream import ErrorCode
 from fastserve.net.limits import JSON, LINGER_S, Verdict, error_body, is_tls
@@ -232,7 +233,7 @@ class Handshake(asyncio.BufferedProtocol):
         self._listener.count_refusal(cause)
         self._port.end(self)
         self._over, self._since_s = True, -1.0
-        self._transport.write_eof()
+        send_fin(self._transport)
 
     def eof_received(self) -> bool:
         return False

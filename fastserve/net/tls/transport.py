@@ -11,6 +11,7 @@ from operator import methodcaller
 from typing import Any, Protocol, cast
 
 from fastserve.net.callback_guard import SUBJECT, Guard, guarded, report
+from fastserve.net.half_closed import send_fin
 from fastserve.net.tls.credentials import Credentials, subject_of
 from fastserve.settings.server_settings import TlsOptions
 from fastserve.util.rate_limited_log import run_all
@@ -331,7 +332,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
             self._inner.close()
         else:
             self._closing = True
-            self._inner.write_eof()
+            send_fin(self._inner)
 
     def abort(self) -> None:
         self._closing = True

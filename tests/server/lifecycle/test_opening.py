@@ -241,7 +241,7 @@ def test_an_address_in_use_is_named_before_any_model_loads(tmp_path, transport, 
 @pytest.mark.parametrize("place", ["192.0.2.1:0", "no-such-host.invalid:0"])
 def test_an_address_that_cannot_be_had(tmp_path, place):
     write_model(tmp_path)
-    done = run_command("serve", str(tmp_path), "--http", place, "--grpc", "off")
+    done = run_command("serve", str(tmp_path), "--http", place, "--grpc", "off", "--insecure-public")
     assert (done.returncode, done.stdout) == (1, "")
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"fastserve: cannot listen on {place}: ")
