@@ -649,7 +649,7 @@ class GrpcCalls(CallsPath):
         super().__init__((HEAD, OK, StreamState.CLOSED, GrpcCall))
         self.terms, self._methods, self._methods_of = terms, methods, methods_of
         self._narrowed: WeakKeyDictionary[Compartment, Mapping[str, Method]] = WeakKeyDictionary()
-        # Those of several messages, where API keys are on, and the models of their keys.
+        # Calls of several messages, with the models of their keys; empty where API keys are off.
         self.streaming: dict[GrpcCall, tuple[str, ...]] = {}
         self.deadlines, self.opening = CallDeadlines(), terms.opening
         self.share = TimeShare()
