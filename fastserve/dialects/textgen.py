@@ -16,17 +16,20 @@ from fastserve.dialects.openai import completions, embeddings, models
 from fastserve.dialects.openai.errors import answer_no_such_url, error_body
 from fastserve.dialects.openai.vllm import make_vllm
 from fastserve.dialects.text_common import mindie
-from fastserve.dialects.text_common.bodies import BOUNDS, InvalidBody, read_offloaded, read_typed
-from fastserve.dialects.text_common.operations import describe_text
-from fastserve.dialects.text_common.routes import (
+from fastserve.dialects.text_common.endpoints import (
+    BOUNDS,
     BodyUse,
+    InvalidBody,
     RouteTable,
     TargetParts,
     TextRoute,
+    TextService,
+    read_offloaded,
+    read_typed,
     size_fault,
     with_size_check,
 )
-from fastserve.dialects.text_common.service import TextService
+from fastserve.dialects.text_common.operations import describe_text
 from fastserve.dialects.tgi import endpoints
 from fastserve.dialects.tgi.endpoints import TgiGenerate, refuse
 from fastserve.errors import Kind, ServeError

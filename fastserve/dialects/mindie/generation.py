@@ -26,7 +26,17 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from fastserve.codec.generation import Finish
-from fastserve.dialects.text_common.bodies import WORK, is_integer, read_body
+from fastserve.dialects.text_common.endpoints import (
+    NAME,
+    WORK,
+    BodyUse,
+    RunningRequest,
+    TargetParts,
+    TextRoute,
+    TextService,
+    is_integer,
+    read_body,
+)
 from fastserve.dialects.text_common.mindie import (
     MOST_INT,
     MOST_TOKEN,
@@ -46,8 +56,6 @@ from fastserve.dialects.text_common.mindie import (
     take,
     tell,
 )
-from fastserve.dialects.text_common.routes import BodyUse, TargetParts, TextRoute
-from fastserve.dialects.text_common.service import NAME, RunningRequest, TextService
 from fastserve.dialects.text_common.streams import EventStream, RequestTimeout, deadline_ns
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.net.access_control import Scope

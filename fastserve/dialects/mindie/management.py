@@ -17,10 +17,9 @@ import msgspec
 
 from fastserve import __version__
 from fastserve.codec.generation import Sampling
+from fastserve.dialects.text_common.endpoints import TargetParts, TextRoute, TextService
 from fastserve.dialects.text_common.mindie import SERVER, envelope, refuse
 from fastserve.dialects.text_common.mindie_metrics import MindieMetric, write_page, write_vector
-from fastserve.dialects.text_common.routes import TargetParts, TextRoute
-from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import Kind, ServeError, worker_lost
 from fastserve.metrics import CONTENT_TYPE
 from fastserve.net.access_control import Resource, Resources, Scope

@@ -18,11 +18,15 @@ import msgspec
 
 from fastserve._ext.json_writer import MODE_SHORTEST, write_values
 from fastserve.dialects.openai.errors import refuse
-from fastserve.dialects.openai.models import find_model
-from fastserve.dialects.openai.requests import EmbeddingRequest, Prompt, read_embedding
-from fastserve.dialects.text_common.bodies import check, read_offloaded
-from fastserve.dialects.text_common.routes import BodyUse, TargetParts, TextRoute
-from fastserve.dialects.text_common.service import TextService
+from fastserve.dialects.openai.requests import EmbeddingRequest, Prompt, find_model, read_embedding
+from fastserve.dialects.text_common.endpoints import (
+    BodyUse,
+    TargetParts,
+    TextRoute,
+    TextService,
+    check,
+    read_offloaded,
+)
 from fastserve.dialects.text_common.streams import RequestTimeout, deadline_ns
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.access_control import Scope

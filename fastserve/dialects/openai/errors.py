@@ -14,14 +14,14 @@ import msgspec
 
 from fastserve.codec.json_text import target_text
 from fastserve.dialects.text_common import mindie
-from fastserve.dialects.text_common.bodies import InvalidBody
+from fastserve.dialects.text_common.endpoints import BodyTooLarge, InvalidBody
 from fastserve.dialects.text_common.mindie import as_mindie_fault
 from fastserve.errors import Kind, ServeError
 from fastserve.net.router import fault_headers
 from fastserve.serving.text import PromptFault, PromptTooLong, TextTooLong
 
 if TYPE_CHECKING:
-    from fastserve.dialects.text_common.service import TextService
+    from fastserve.dialects.text_common.endpoints import TextService
     from fastserve.net.request import Call
 
 INVALID, SERVER = "invalid_request_error", "server_error"
@@ -59,7 +59,7 @@ URL_CHARACTERS = 256  # of a URL in an error
 
 def status_of(fault: ServeError, *, flat: bool) -> int:
     """Return the status of a fault."""
-    if isinstance(fault, mindie.BodyTooLarge):
+    if isinstance(fault, BodyTooLarge):
         return 413
     return mindie.STATUS[fault.kind] if flat else ERROR_FORMS[fault.kind].status
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/NAME (spec 3.1, 8), and the model that a request names."""
+"""GET /v1/models and /v1/models/NAME (spec 3.1, 8)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from urllib.parse import unquote
 import msgspec
 
 from fastserve.dialects.openai.errors import refuse
-from fastserve.dialects.text_common.bodies import InvalidBody
+from fastserve.dialects.openai.requests import no_model
+from fastserve.dialects.text_common.endpoints import TargetParts, TextRoute, TextService
 from fastserve.dialects.text_common.mindie import SERVER
-from fastserve.dialects.text_common.routes import TargetParts, TextRoute
-from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint
@@ -19,9 +18,7 @@ from fastserve.net.router import Yields
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextModel
 from fastserve.serving.text.models import model_card
-from fastserve.settings import TextgenOptions
 
-NO_NAME = {"openai": "`model` is required", "mindie": "Not found model."}
 DESCRIBE = dict.fromkeys(("GET", "HEAD"), Scope.METADATA)
 
 
@@ -50,39 +47,6 @@ def show_model(service: TextService, named: TargetParts) -> Endpoint:
             call.reply(200, body)
 
     return answer
-
-
-def find_model(
-    service: TextService, name: str, *, must_be_named: bool = True, embeds: bool = False
-) -> TextModel:
-    """The model that a body names, to write or to make vectors; for a name that no model of any kind has, the
-    one there is (any_model). Raises ServeError."""
-    options, texts = service.options, service.texts
-    if options.any_model:
-        return texts.find(
-            name if name in texts.names() else options.default_model or texts.only(embeds=embeds)
-        )
-    if not name and must_be_named:
-        raise InvalidBody(NO_NAME[options.openai_flavor], "model")
-    try:
-        return texts.find(name)
-    except ServeError as fault:
-        if not name or fault.kind is not Kind.NOT_FOUND:
-            raise
-    only = "" if texts.knows(name) or not takes_any(options) else texts.only(embeds=embeds)
-    if not only:
-        raise no_model(name)
-    return texts.find(only)
-
-
-def takes_any(options: TextgenOptions) -> bool:
-    """Return whether an unknown name stands for the only model: MindIE checks names."""
-    return options.any_model is None and options.openai_flavor == "openai"
-
-
-def no_model(name: str) -> ServeError:
-    """Return the fault of an unknown model."""
-    return ServeError(Kind.NOT_FOUND, f"The model '{name}' does not exist.")
 
 
 def describe(service: TextService, model: TextModel, *, alone: bool = False) -> dict[str, Any]:

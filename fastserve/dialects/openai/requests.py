@@ -6,8 +6,8 @@
 Every key of OpenAI's and vLLM's requests is one of three: a field with a type, which is used; a field of
 type `Refused`, which would change the answer and is refused by name unless it asks for nothing (NEUTRAL
 lists such values besides null, false, 0 and empty); or in IGNORED, which changes nothing.
-docs/dialects/textgen.md has the table. No model is known here: names, lengths and templates are checked
-later.
+docs/dialects/textgen.md has the table. `find_model` gives the model that a request names; lengths and
+templates are checked later, by the model.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from fastserve.codec.generation import Sampling
 from fastserve.codec.json_text import FreeJSON
-from fastserve.dialects.text_common.bodies import (
+from fastserve.dialects.text_common.endpoints import (
     BOUNDS,
     MOST_FLOAT,
     InvalidBody,
+    TextService,
     check,
     is_neutral,
     read_typed,
 )
+from fastserve.errors import Kind, ServeError
+from fastserve.serving.text import TextModel
+from fastserve.settings import TextgenOptions
 
+NO_NAME = {"openai": "`model` is required", "mindie": "Not found model."}
 MOST_CHOICES = 128
 MOST_INT = 2**31 - 1
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=MOST_INT)]], Meta(max_length=1 << 20)]
@@ -505,3 +510,36 @@ def _read_image(part: ContentPart, place: str) -> tuple[str, str]:
     url = given.url if isinstance(given, ImageUrl) else given
     check(isinstance(url, str), place, "must be a string, or an object with the string `url`")
     return place, cast(str, url)
+
+
+def find_model(
+    service: TextService, name: str, *, must_be_named: bool = True, embeds: bool = False
+) -> TextModel:
+    """The model that a body names, to write or to make vectors; for a name that no model of any kind has, the
+    one there is (any_model). Raises ServeError."""
+    options, texts = service.options, service.texts
+    if options.any_model:
+        return texts.find(
+            name if name in texts.names() else options.default_model or texts.only(embeds=embeds)
+        )
+    if not name and must_be_named:
+        raise InvalidBody(NO_NAME[options.openai_flavor], "model")
+    try:
+        return texts.find(name)
+    except ServeError as fault:
+        if not name or fault.kind is not Kind.NOT_FOUND:
+            raise
+    only = "" if texts.knows(name) or not takes_any(options) else texts.only(embeds=embeds)
+    if not only:
+        raise no_model(name)
+    return texts.find(only)
+
+
+def takes_any(options: TextgenOptions) -> bool:
+    """Return whether an unknown name stands for the only model: MindIE checks names."""
+    return options.any_model is None and options.openai_flavor == "openai"
+
+
+def no_model(name: str) -> ServeError:
+    """Return the fault of an unknown model."""
+    return ServeError(Kind.NOT_FOUND, f"The model '{name}' does not exist.")

@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 
 from fastserve.codec.json_text import FreeJSON
-from fastserve.dialects.openai.completions import CompletionApi, CompletionEndpoint
+from fastserve.dialects.openai.completions import (
+    AnswerChoice,
+    AnswerEncoder,
+    CompletionApi,
+    CompletionEndpoint,
+    ScoredToken,
+    TokenUsage,
+)
 from fastserve.dialects.openai.requests import (
     MOST_INT,
     Choices,
@@ -26,12 +33,9 @@ from fastserve.dialects.openai.requests import (
     read_stop,
     refuse_unsupported,
 )
-from fastserve.dialects.openai.responses import AnswerChoice, AnswerEncoder, ScoredToken, TokenUsage
 from fastserve.dialects.text_common import mindie
-from fastserve.dialects.text_common.bodies import BOUNDS, check, read_typed
+from fastserve.dialects.text_common.endpoints import BOUNDS, BodyUse, TextService, check, read_typed
 from fastserve.dialects.text_common.mindie import refuse_prompt
-from fastserve.dialects.text_common.routes import BodyUse
-from fastserve.dialects.text_common.service import TextService
 from fastserve.errors import ServeError
 from fastserve.net.limits import JSON
 from fastserve.serving.text import EventTemplate, Placeholder

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.codec.generation import Sampling
-from fastserve.dialects.text_common.bodies import is_integer
+from fastserve.dialects.text_common.endpoints import BodyTooLarge, is_integer
 from fastserve.errors import Kind, Reason, ServeError, invalid
 from fastserve.net.router import fault_headers
 from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
 from fastserve.settings import TextgenOptions
 
 if TYPE_CHECKING:
-    from fastserve.dialects.text_common.service import TextService
+    from fastserve.dialects.text_common.endpoints import TextService
     from fastserve.net.request import Call
 
 
@@ -73,14 +73,6 @@ def envelope(status: int, message: str) -> bytes:
     told = ERROR_TYPE.get(status) or HTTPStatus(status).phrase
     text = msgspec.json.encode(message.encode("utf-8", "replace").decode())
     return b'{"error":%b,"error_type":"%b"}' % (text, told.encode())
-
-
-class BodyTooLarge(ServeError):
-    """A body beyond maxRequestLength."""
-
-    def __init__(self, most_mb: int) -> None:
-        text = f"Request body too large. Maximum allowed size is {most_mb}MB."
-        super().__init__(Kind.INVALID_ARGUMENT, text)
 
 
 def refuse(service: TextService, call: Call, fault: ServeError, model: str = "") -> None:

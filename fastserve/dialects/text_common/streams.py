@@ -36,7 +36,7 @@ from functools import partial
 from time import monotonic, monotonic_ns
 from typing import Protocol
 
-from fastserve.dialects.text_common.service import TextService
+from fastserve.dialects.text_common.endpoints import TextService
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.request import Call, ReplyStream
 from fastserve.serving.exchange import internal_error

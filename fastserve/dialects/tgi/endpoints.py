@@ -12,10 +12,14 @@ from time import monotonic_ns
 
 import msgspec
 
-from fastserve.dialects.text_common.bodies import read_offloaded
+from fastserve.dialects.text_common.endpoints import (
+    BodyUse,
+    TargetParts,
+    TextRoute,
+    TextService,
+    read_offloaded,
+)
 from fastserve.dialects.text_common.mindie import refuse_prompt
-from fastserve.dialects.text_common.routes import BodyUse, TargetParts, TextRoute
-from fastserve.dialects.text_common.service import TextService
 from fastserve.dialects.text_common.streams import (
     HEADERS,
     EventStream,

@@ -13,6 +13,7 @@ import msgspec
 
 from fastserve.codec.generation import Finish
 from fastserve.dialects.text_common import mindie
+from fastserve.dialects.text_common.endpoints import BodyTooLarge
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.serving.text import Ending, EventTemplate, Placeholder, TextStream, Token
 
@@ -43,7 +44,7 @@ TextOf = Callable[[int], str]
 
 def error_status(fault: ServeError, flavor: str) -> int:
     """A fault's status."""
-    if isinstance(fault, mindie.BodyTooLarge):
+    if isinstance(fault, BodyTooLarge):
         return 413
     return mindie.STATUS[fault.kind] if flavor == "mindie" else _told(fault)[0]
 

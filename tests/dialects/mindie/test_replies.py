@@ -9,7 +9,7 @@ import pytest
 from fastserve._ext.text_tokens import Token
 from fastserve.codec.generation import Finish
 from fastserve.dialects.mindie.generation import FINISH_REASON, EventWriter, details_of
-from fastserve.dialects.openai.responses import AnswerEncoder, ChatWriter, CompletionWriter
+from fastserve.dialects.openai.completions import AnswerEncoder, ChatWriter, CompletionWriter
 from fastserve.dialects.openai.vllm import VllmWriter
 from fastserve.serving.text import Ending
 from fastserve.settings import TextgenOptions

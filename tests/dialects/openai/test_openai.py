@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fastserve.codec.generation import Info
-from fastserve.dialects.openai import responses
+from fastserve.dialects.openai import completions
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.likely import Likely
 from tests.dialects.text_common.rigs import HELLO, RIGS
@@ -301,9 +301,9 @@ def test_curl_reads_the_stream(server: Local) -> None:
 
 
 def test_a_part_of_a_character_has_its_bytes_in_a_chat() -> None:
-    likely = responses.TokenLogprob("�", b"\xf0\x9f", -0.5)
-    answer = responses.ChatWriter("m1", 1, responses.AnswerForm(scored=True))
-    written = answer.piece(0, "", [responses.ScoredToken(likely, [likely])])
+    likely = completions.TokenLogprob("�", b"\xf0\x9f", -0.5)
+    answer = completions.ChatWriter("m1", 1, completions.AnswerForm(scored=True))
+    written = answer.piece(0, "", [completions.ScoredToken(likely, [likely])])
     choice = json.loads(written.removeprefix(b"data: "))["choices"][0]
     token = {"token": "�", "logprob": -0.5, "bytes": [0xF0, 0x9F]}
     assert choice["logprobs"]["content"] == [{**token, "top_logprobs": [token]}]
