@@ -144,7 +144,7 @@ def _run_folder(folder: Path, device: str, question: Question, told: AnswerProgr
     from fastserve.backends.llm.backend import TransformersBackend
     from fastserve.backends.llm.protocols import TextRequest
     from fastserve.codec.generation import TextNote
-    from fastserve.serving.text.request import fit
+    from fastserve.serving.text.models import fit
     from fastserve.serving.text.stream import TextStream
     from fastserve.serving.text.tokenizer import load_tokenizer
 

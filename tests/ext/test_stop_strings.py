@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext.stop_strings import StopStrings, StopTable
-from fastserve.serving.text.request import MOST_STOP_CHARACTERS, MOST_STOPS
+from fastserve.serving.text.models import MOST_STOP_CHARACTERS, MOST_STOPS
 from tests.effort import examples
 from tests.proc import resident
 

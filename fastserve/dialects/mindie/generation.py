@@ -72,8 +72,7 @@ from fastserve.serving.text import (
     TextStream,
     Token,
 )
-from fastserve.serving.text.models import TextCall
-from fastserve.serving.text.request import TO_FIT
+from fastserve.serving.text.models import TO_FIT, TextCall
 from fastserve.settings import TextgenOptions
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f]")

@@ -57,8 +57,7 @@ from fastserve.serving.text import (
     TextStream,
     Token,
 )
-from fastserve.serving.text.models import TextCall
-from fastserve.serving.text.request import check_together, count_together
+from fastserve.serving.text.models import TextCall, check_together, count_together
 
 SEED_MASK = 2**64 - 1
 MOST_ECHOED = 1 << 20

@@ -33,8 +33,7 @@ from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint
 from fastserve.serving.dialect import HttpRoute
 from fastserve.serving.text import TextAsk, TextModel, Vector
-from fastserve.serving.text.models import TextCall
-from fastserve.serving.text.request import PromptsTooLong
+from fastserve.serving.text.models import PromptsTooLong, TextCall
 from fastserve.tensor import DTYPES
 
 UNIT = 1e-3

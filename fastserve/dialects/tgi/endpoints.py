@@ -45,8 +45,7 @@ from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Yields, fault_headers
 from fastserve.serving.dialect import ALIVE, HttpRoute, show_alive
 from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
-from fastserve.serving.text.models import TextCall
-from fastserve.serving.text.request import TO_FIT
+from fastserve.serving.text.models import TO_FIT, TextCall
 
 NS = 1e6
 

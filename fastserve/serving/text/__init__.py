@@ -15,18 +15,18 @@ parameters and the text of refusals belong to each dialect.
 
 from fastserve._ext.text_tokens import EventTemplate, Placeholder, Token
 from fastserve.codec.generation import Finish, Info, Sampling
-from fastserve.serving.text.models import TextModel, TextModels
-from fastserve.serving.text.request import (
+from fastserve.serving.text.models import (
     BadStop,
-    NoTokenizer,
     PromptFault,
     PromptTooLong,
     TextAsk,
+    TextModel,
+    TextModels,
     TextTooLong,
     UnknownToken,
 )
 from fastserve.serving.text.stream import Embedding, Ending, TextStream, Vector, stream_to, together
-from fastserve.serving.text.tokenizer import Detokenizer, Piece
+from fastserve.serving.text.tokenizer import Detokenizer, NoTokenizer, Piece
 
 __all__ = [
     "BadStop",

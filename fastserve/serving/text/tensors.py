@@ -21,8 +21,8 @@ from fastserve.codec.json_text import DocumentFault, FreeJSON
 from fastserve.errors import ConfigError, invalid
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.text.models import TextModels
-from fastserve.serving.text.request import MOST_CHARACTERS, MOST_STOP_IDS, TextAsk
+from fastserve.serving.text.models import MOST_STOP_IDS, TextAsk, TextModels
+from fastserve.serving.text.tokenizer import MOST_CHARACTERS
 from fastserve.settings.fields import convert
 from fastserve.tensor import DTYPES, Tensor
 

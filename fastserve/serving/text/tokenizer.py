@@ -34,7 +34,6 @@ import msgspec
 
 from fastserve._ext.text_tokens import ByteText
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.text.request import MOST_CHARACTERS, NoTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -44,6 +43,17 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BROKEN = "�"
 MOST_HELD = 8
 """Tokens without a whole character, after which what there is passes as it is: no character is that long."""
+
+
+MOST_CHARACTERS = 4 << 20
+"""Characters of a prompt at most (spec mindie 1: 4 MB)."""
+
+
+class NoTokenizer(ServeError):
+    """A model whose engine takes text: its tokens are not known here."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(Kind.UNIMPLEMENTED, f"model '{model}' has no tokenizer")
 
 
 class Detokenizer(Protocol):

@@ -15,7 +15,7 @@ from fastserve.dialects.mindie.generation import read_text, read_tokens
 from fastserve.dialects.text_common.endpoints import read_json
 from fastserve.dialects.text_common.mindie import MindieRequest, make_rules, read_infer
 from fastserve.errors import Kind, ServeError
-from fastserve.serving.text.request import MOST_STOP_CHARACTERS
+from fastserve.serving.text.models import MOST_STOP_CHARACTERS
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.rigs import RIGS
 from tests.dialects.text_common.serving import Local, local
