@@ -50,8 +50,7 @@ from fastserve.tensor import TensorSpec
 from fastserve.util.offload import outlast
 from fastserve.workers.arena import Arena, plan_geometry
 from fastserve.workers.forked_worker import ForkServers
-from fastserve.workers.group import LOAD_TIMEOUT_S, WorkerGroup
-from fastserve.workers.instance import CompletedError
+from fastserve.workers.group import LOAD_TIMEOUT_S, CompletedError, WorkerGroup
 from fastserve.workers.pinning import PinningPlan, WorkerPins
 from fastserve.workers.remote.placer_process import NOT_GIVEN
 from fastserve.workers.shared_worker import SharedWorkers

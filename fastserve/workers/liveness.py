@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from fastserve.workers.instance import Instance, WorkerState
-
 log = logging.getLogger(__name__)
 
 
@@ -144,6 +142,22 @@ class WorkerHeartbeatLike(Protocol):
     def busy(self, worker: int) -> bool: ...
 
 
+class WatchedWorker(Protocol):
+    """A worker as the watchdog sees it: an Instance of the group."""
+
+    index: int
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def occupy(self, occupied: bool) -> bool: ...
+
+    def kill(self, reason: str) -> None: ...
+
+
 class Watchdog:
     """Asks the workers of one version for signs of life, from `open` to `close`; ends those that give none.
 
@@ -151,7 +165,7 @@ class Watchdog:
     called whenever the set changes.
     """
 
-    def __init__(self, title: str, instances: Sequence[Instance], on_silent: Callable[[], None]) -> None:
+    def __init__(self, title: str, instances: Sequence[WatchedWorker], on_silent: Callable[[], None]) -> None:
         self.silent: frozenset[int] = frozenset()
         self._title, self._instances, self._on_silent = title, instances, on_silent
         self._silences = [Silence() for _ in instances]
@@ -200,9 +214,8 @@ class Watchdog:
             self.silent = silent
             self._on_silent()
 
-    def _look(self, instance: Instance, silence: Silence) -> None:
-        ready = instance.state is WorkerState.READY
-        pulse = self._pulse if ready else None
+    def _look(self, instance: WatchedWorker, silence: Silence) -> None:
+        pulse = self._pulse if instance.ready else None
         answered = pulse is not None and pulse.ping(instance.index)
         occupied = pulse is None or (not answered and pulse.busy(instance.index))
         beside = instance.occupy(occupied)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastserve.errors import Kind, ServeError
-from fastserve.workers.group import Backoff
-from fastserve.workers.instance import WorkerState
+from fastserve.workers.group import Backoff, WorkerState
 from tests import proc
 from tests.workers.rig import PLAIN, FakeArena, Watched, run, write_model
 
