@@ -2,9 +2,8 @@
 
 A dry run loads the same models in worker processes without listening.
 
-Readiness of the server, derived from the catalog and the workers each time one of them changes.
-
-/healthz/ready, every dialect's own health calls and grpc.health.v1 show the result of `judge`.
+`judge` derives the server's readiness from the catalog and the workers each time one of them changes:
+/healthz/ready, every dialect's own health calls and grpc.health.v1 show it.
 """
 
 from __future__ import annotations

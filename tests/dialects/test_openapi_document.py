@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from fastserve.dialects import SPECS
-from fastserve.dialects.admin import openapi_document as document
-from fastserve.dialects.admin.openapi import SPEC, OpenApi
-from fastserve.dialects.admin.openapi_document import Document
+from fastserve.dialects.admin import openapi as document
+from fastserve.dialects.admin.openapi import SPEC, Document, OpenApi
 from fastserve.metrics import Registry
 from fastserve.net.access_control import Secret
 from fastserve.repository.catalog import Catalog

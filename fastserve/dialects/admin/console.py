@@ -24,11 +24,10 @@ from urllib.parse import unquote_plus
 
 import msgspec
 
-from fastserve.dialects.admin.examples import Examples
 from fastserve.dialects.admin.history import INTERVAL_S, History, work_on
 from fastserve.dialects.admin.key_page import ask_for_key
 from fastserve.dialects.admin.numbers import NumbersReader
-from fastserve.dialects.admin.page_files import PAGE_METHODS, PageFiles, page_headers
+from fastserve.dialects.admin.openapi import PAGE_METHODS, Examples, PageFiles, page_headers
 from fastserve.dialects.admin.probes import refuse_probe_method
 from fastserve.errors import ServeError
 from fastserve.net.access_control import Scope

@@ -15,9 +15,9 @@ import msgspec
 from fastserve import __version__
 from fastserve.devices.nvml import GPUS, Gpu
 from fastserve.dialects.admin import figures
-from fastserve.dialects.admin.examples import ExampleRequest, Examples
 from fastserve.dialects.admin.figures import Bar, ModelFigures, StageFigures, TextFigures
 from fastserve.dialects.admin.history import ALL, INTERVAL_S, History, Points
+from fastserve.dialects.admin.openapi import ExampleRequest, Examples
 from fastserve.metrics import LoadFailure, ModelReadiness, Registry, names
 from fastserve.metrics.readiness import MachineUsage
 from fastserve.metrics.registry import FailedRequest

@@ -15,10 +15,10 @@ import pytest
 
 from fastserve.dialects.admin import history as history_module
 from fastserve.dialects.admin.console import NEAR, SharedReplies, last_of
-from fastserve.dialects.admin.examples import Examples
 from fastserve.dialects.admin.figures import ModelFigures
 from fastserve.dialects.admin.history import History, work_on
 from fastserve.dialects.admin.numbers import ModelDetails, NumbersReader, find_trouble
+from fastserve.dialects.admin.openapi import Examples
 from fastserve.metrics import LoadFailure, ModelReadiness, Readiness, Registry, names
 from fastserve.metrics.names import Traffic
 from fastserve.metrics.registry import FAILED_MODELS, LAST_FAILURES, LAST_REFUSALS, FailedRequests
