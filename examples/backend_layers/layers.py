@@ -27,7 +27,7 @@ class Layers:
     def load(self) -> None:
         import numpy as np  # not before: the process that owns the workers reads this module too
 
-        from fastserve.backends.outputs import OutputCheck
+        from fastserve.backends.batch_io import OutputCheck
 
         if not self._batched:
             raise ConfigError("max_batch_size: given 0, allowed: 1 or more with layers")

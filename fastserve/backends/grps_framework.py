@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
-from fastserve.backends.triton_api.metrics import MetricFamily
+from fastserve.backends.triton_api.utils import MetricFamily
 from fastserve.protos import load
 
 TEXT, BYTES = "text/plain", "application/octet-stream"

@@ -146,7 +146,7 @@ class TransformerBackend:
     def construct(self, kind: type[VectorTransformer], init_kwargs: Mapping[str, Any]) -> None:
         """Make the transformer. Raises whatever its constructor raises."""
         if self._tensors:
-            from fastserve.backends.frameworks.torch_device import device_of, import_torch, open_device
+            from fastserve.backends.frameworks.torch_tensors import device_of, import_torch, open_device
 
             self._place = open_device(import_torch(), device_of(self._config))
         self._transformer = kind.__new__(kind)

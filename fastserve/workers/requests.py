@@ -19,9 +19,9 @@ from weakref import ref
 
 from fastserve._ext.triton_requests import OneReply, SlotRun
 from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, is_out_of_memory, kind_of
-from fastserve.backends.triton_api.metrics import changes
 from fastserve.backends.triton_api.requests import CLOSED, KINDS, InferenceRequest, InferenceResponse
 from fastserve.backends.triton_api.tensor import TritonModelException
+from fastserve.backends.triton_api.utils import changes
 from fastserve.codec.slab_contents import AnswerNote, write_note
 from fastserve.errors import Kind, ServeError
 from fastserve.settings.model_options import may_isolate

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from fastserve.backends.frameworks import onnx, onnx_device, torch, torch_device, torch_tensors
+from fastserve.backends.frameworks import onnx, torch, torch_tensors
 from fastserve.workers import loop, main, thread_host
 from fastserve.workers.control import exit_now
 from fastserve.workers.process import ENTRY
@@ -39,17 +39,16 @@ def _instead(call: Callable[..., Any], made: Callable[[], Any]) -> Callable[...,
 def simulated() -> Iterator[None]:
     """Frameworks compute on the CPU for a simulated device, ONNX models may have batches in flight there, and
     batches go over a SimulatedDevice."""
-    names = _instead(torch_device.device_of, lambda: "cpu")
+    names = _instead(torch_tensors.device_of, lambda: "cpu")
     with contextlib.ExitStack() as stack:
         for module, name, call in (
             (torch, "device_of", names),
-            (torch_device, "device_of", names),
             (torch_tensors, "device_of", names),
             (onnx, "_providers", _instead(onnx._providers, lambda: ["CPUExecutionProvider"])),
             (
-                onnx_device,
+                onnx,
                 "find_device_place",
-                _instead(onnx_device.find_device_place, lambda: onnx_device.DevicePlace("cpu", 0)),
+                _instead(onnx.find_device_place, lambda: onnx.DevicePlace("cpu", 0)),
             ),
             (loop, "open_device", _instead(loop.open_device, lambda: SimulatedDevice(script=read_script()))),
         ):

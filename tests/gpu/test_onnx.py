@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from fastserve.backends import create
-from fastserve.backends.frameworks.onnx_device import CUDA
+from fastserve.backends.frameworks.onnx import CUDA
 from tests.backends.models import FLOAT, INT64, affine, helper, save, value
 from tests.devices.simulated_worker import simulated
 from tests.workers.pair import Pair

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import CompletedConfig, read_specs
-from fastserve.backends.outputs import OutputCheck
+from fastserve.backends.batch_io import OutputCheck
 from fastserve.errors import ConfigError
 from fastserve.settings.model_options import may_isolate
 

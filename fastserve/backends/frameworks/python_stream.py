@@ -18,8 +18,8 @@ from contextlib import aclosing, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastserve.backends.batch_io import OutputCheck
 from fastserve.backends.frameworks.python import check_run, forget_folder, open_class, yields
-from fastserve.backends.outputs import OutputCheck
 from fastserve.backends.script.backend import ScriptJsonBackend
 from fastserve.backends.script.declaration import ModelSteps
 from fastserve.errors import ConfigError

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import read_specs
+from fastserve.backends.batch_io import OutputCheck
 from fastserve.backends.model_errors import clean
-from fastserve.backends.outputs import OutputCheck
 from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.tensor import DTYPE_BY_TENSORFLOW, TensorSpec, fits_shape

@@ -21,27 +21,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastserve.backends.base import read_specs
-from fastserve.backends.batch_io import BatchIO, JoinsRequests, reshape, reshapes_of
+from fastserve.backends.batch_io import BatchIO, JoinsRequests, OutputCheck, reshape, reshapes_of
 from fastserve.backends.frameworks.python import forget_folder
-from fastserve.backends.frameworks.torch_device import (
+from fastserve.backends.frameworks.torch_program import InputPlan, OutputPlan
+from fastserve.backends.frameworks.torch_tensors import (
     CAPTURING,
+    TensorCheck,
+    Tensors,
+    as_array,
+    as_tensor,
     bound_memory,
     device_of,
     import_torch,
     open_device,
     release_cached,
-    unbound_memory,
-)
-from fastserve.backends.frameworks.torch_program import InputPlan, OutputPlan
-from fastserve.backends.frameworks.torch_tensors import (
-    TensorCheck,
-    Tensors,
-    as_array,
-    as_tensor,
     rows_of,
     torch_dtype,
+    unbound_memory,
 )
-from fastserve.backends.outputs import OutputCheck
 from fastserve.errors import ConfigError
 from fastserve.settings.model_options import Options, read_options, read_torch
 from fastserve.tensor import DTYPES, TensorSpec

@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastserve.backends.batch_io import output_fault
 from fastserve.backends.frameworks.python import describe_model, import_class
 from fastserve.backends.frameworks.torch_tensors import Tensors, dtype_name
 from fastserve.backends.model_errors import clean
-from fastserve.backends.outputs import output_fault
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.model_options import TorchOptions
 from fastserve.tensor import DTYPES, TensorSpec

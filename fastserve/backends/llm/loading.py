@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from fastserve.backends.frameworks.torch_device import bound_memory, device_of, open_device
+from fastserve.backends.frameworks.torch_tensors import bound_memory, device_of, open_device
 from fastserve.backends.llm import attention
 from fastserve.backends.llm.embedding import EmbedEngine
 from fastserve.backends.llm.engine import BatchEngine, describe_engine, try_model

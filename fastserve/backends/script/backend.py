@@ -22,9 +22,9 @@ import numpy as np
 
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
+from fastserve.backends.batch_io import OutputCheck, output_fault
 from fastserve.backends.frameworks.python import CopyOnWrite
 from fastserve.backends.model_errors import end_if_lost, explain, kind_of
-from fastserve.backends.outputs import OutputCheck, output_fault
 from fastserve.backends.script.async_line import AsyncLine
 from fastserve.backends.script.declaration import BODY, ModelSteps, ScriptModel
 from fastserve.backends.script.json_body import BodyReader, write_json

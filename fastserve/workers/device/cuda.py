@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fastserve.backends.frameworks.torch_device import import_torch, open_device
+from fastserve.backends.frameworks.torch_tensors import import_torch, open_device
 from fastserve.backends.model_errors import DeviceLost, end_if_lost
 from fastserve.devices.cuda import Cuda, CudaFault
 from fastserve.workers.device.base import COMPUTE, COPY_IN, DeviceStream, Mark, Tensor

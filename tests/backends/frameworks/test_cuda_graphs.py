@@ -13,7 +13,7 @@ import torch
 
 from fastserve.backends import create
 from fastserve.backends.frameworks import torch as torch_run
-from fastserve.backends.frameworks.torch_device import CAPTURING
+from fastserve.backends.frameworks.torch_tensors import CAPTURING
 from fastserve.repository.model_config import config_json, parse_model_config
 from tests.backends.frameworks.torch_models import CONFIG, net, save_script
 

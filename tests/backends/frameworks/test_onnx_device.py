@@ -19,9 +19,9 @@ import onnxruntime
 import pytest
 
 from fastserve.backends import create
-from fastserve.backends.frameworks import onnx_device
-from fastserve.backends.frameworks.onnx_device import CUDA, DevicePlace, find_device_place
-from fastserve.backends.frameworks.torch_device import CAPTURING
+from fastserve.backends.frameworks import onnx
+from fastserve.backends.frameworks.onnx import CUDA, DevicePlace, find_device_place
+from fastserve.backends.frameworks.torch_tensors import CAPTURING
 from tests.backends.models import FLOAT, INT64, affine, helper, save, strings, value
 from tests.devices.simulated_device import Fault, Script
 from tests.devices.simulated_worker import simulated
@@ -169,7 +169,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(onnxruntime, "InferenceSession", make)
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA])
     place = DevicePlace("cpu", 0, SimpleNamespace(cuda_stream=4711))
-    monkeypatch.setattr(onnx_device, "find_device_place", lambda config: place)
+    monkeypatch.setattr(onnx, "find_device_place", lambda config: place)
     return told
 
 

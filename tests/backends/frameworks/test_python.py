@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.backends import create
 from fastserve.backends.base import read_specs
-from fastserve.backends.outputs import OutputCheck
+from fastserve.backends.batch_io import OutputCheck
 from fastserve.errors import ConfigError, ServeError
 from tests.workers.rig import CONFIG, PLAIN, write_model
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastserve.backends.frameworks import torch_device
-from fastserve.backends.frameworks.torch_device import bound_memory, unbound_memory
+from fastserve.backends.frameworks import torch_tensors
+from fastserve.backends.frameworks.torch_tensors import bound_memory, unbound_memory
 
 GPU = SimpleNamespace(type="cuda", index=0)
 
@@ -29,7 +29,7 @@ class Torch:
 
 @pytest.fixture
 def torch(monkeypatch):
-    monkeypatch.setattr(torch_device, "_claims", {})
+    monkeypatch.setattr(torch_tensors, "_claims", {})
     return Torch()
 
 
