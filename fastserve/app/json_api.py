@@ -19,7 +19,7 @@ import msgspec
 
 from fastserve._ext.flatten import pack_bytes, unpack_bytes
 from fastserve.app.array_calls import ArrayFastPath, ArrayReader, write_arrays
-from fastserve.app.operations import KINDS, describe_model, paths_of
+from fastserve.app.script_operations import KINDS, describe_model, paths_of
 from fastserve.errors import Kind, ServeError, internal, invalid
 from fastserve.net.access_control import Scope
 from fastserve.net.compression import inflate, inflate_offloaded

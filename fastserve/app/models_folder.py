@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from fastserve.app.operations import paths_of
+from fastserve.app.script_operations import paths_of
 from fastserve.backends.script.declaration import BACKENDS, ScriptModel
 from fastserve.errors import ConfigError
 from fastserve.settings.yaml_text import read_yaml

@@ -30,10 +30,10 @@ from fastserve.net.router import Route, Yields, refuse_plainly
 from fastserve.repository.catalog import Catalog, PartialCatalog, VersionListeners
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
+from fastserve.serving.api_operations import ApiOperation, ModelFacts, nothing_of_model, nothing_of_server
 from fastserve.serving.client_shared_memory import Regions
 from fastserve.serving.model_control import NoRepository, PartialRepository, RepositoryFace
 from fastserve.serving.model_view import ModelViews
-from fastserve.serving.operations import ApiOperation, ModelFacts, nothing_of_model, nothing_of_server
 from fastserve.serving.replication import ReplicatedState
 from fastserve.settings import Settings
 from fastserve.settings.fields import convert
@@ -236,7 +236,7 @@ class DialectSpec(Generic[Options]):
     describe_server: Callable[[Settings, Sequence[ModelFacts]], Iterable[ApiOperation]] = nothing_of_server
     """Operations for /openapi.json that are of no single model, of the models that are served now."""
     describe_model: Callable[[ModelFacts], Iterable[ApiOperation]] = nothing_of_model
-    """Operations of one model; see `serving/operations.py`."""
+    """Operations of one model; see `serving/api_operations.py`."""
     any_health_name: bool = False
     """Alone on a gRPC listener, grpc.health.v1 answers for the server under whatever name it is asked."""
 

@@ -21,8 +21,14 @@ from fastserve.net.access_control import Secret
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig, TensorConfig
 from fastserve.repository.version import Version, VersionState
+from fastserve.serving.api_operations import (
+    ApiOperation,
+    example_array,
+    fits_example,
+    json_content,
+    value_schema,
+)
 from fastserve.serving.dialect import NoOptions, ServingContext
-from fastserve.serving.operations import ApiOperation, example_array, fits_example, json_content, value_schema
 from fastserve.settings import Settings, TritonOptions
 from fastserve.tensor import DTYPES
 from tests.turns import Turns

@@ -23,9 +23,9 @@ from fastserve.metrics.readiness import MachineUsage
 from fastserve.metrics.registry import FailedRequest
 from fastserve.net.access_control import Restrictions, Scope
 from fastserve.repository.version import Model, Version, VersionState
+from fastserve.serving.api_operations import ModelFacts
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.model_view import ModelViews, TensorView
-from fastserve.serving.operations import ModelFacts
 from fastserve.tensor import kserve_name
 
 CAUSES_MAX = 50

@@ -47,6 +47,7 @@ from fastserve.net.access_control import NOTHING, Restrictions, Scope, Secret
 from fastserve.net.limits import JSON, error_body
 from fastserve.net.router import Route, Router, Yields, refuse_plainly
 from fastserve.repository.version import Version
+from fastserve.serving.api_operations import JSON_TYPE, ApiOperation, ModelFacts
 from fastserve.serving.dialect import (
     ALIVE,
     Dialect,
@@ -57,7 +58,6 @@ from fastserve.serving.dialect import (
     ServingContext,
 )
 from fastserve.serving.model_view import ModelViews
-from fastserve.serving.operations import JSON_TYPE, ApiOperation, ModelFacts
 from fastserve.settings import Settings
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from fastserve.metrics import CONTENT_TYPE, ServerState
 from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.limits import JSON
 from fastserve.net.router import Route, Yields
+from fastserve.serving.api_operations import TEXT_TYPE, ApiOperation, ModelFacts, json_content, object_schema
 from fastserve.serving.dialect import (
     Dialect,
     DialectSpec,
@@ -33,7 +34,6 @@ from fastserve.serving.dialect import (
     NoOptions,
     ServingContext,
 )
-from fastserve.serving.operations import TEXT_TYPE, ApiOperation, ModelFacts, json_content, object_schema
 from fastserve.settings import Settings
 
 if TYPE_CHECKING:

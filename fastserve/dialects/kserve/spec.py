@@ -2,16 +2,18 @@
 
 Everything under /v2 belongs to it. The resources of its routes are the categories of restricted APIs (spec
 4), which hold for the other dialects too (net/access_control.py).
+
+The first half of this file describes its operations over HTTP for /openapi.json.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastserve.dialects.kserve.calls import CALLS, CallEndpoint, answer_not_found, answer_wrong_verb
 from fastserve.dialects.kserve.generate import GenerateEndpoint
 from fastserve.dialects.kserve.http_infer import InferEndpoint
-from fastserve.dialects.kserve.operations import describe_model, describe_server
 from fastserve.dialects.kserve.routes import (
     ROUTES,
     RPC_RESOURCES,
@@ -27,6 +29,21 @@ from fastserve.errors import ServeError
 from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Route
 from fastserve.protos import load
+from fastserve.serving.api_operations import (
+    EVENTS_TYPE,
+    MANY_TENSORS,
+    MOST_TENSORS,
+    ApiOperation,
+    ModelFacts,
+    Schema,
+    count_values,
+    example_text,
+    example_value,
+    fits_example,
+    json_content,
+    object_schema,
+    value_schema,
+)
 from fastserve.serving.dialect import (
     ALIVE,
     Dialect,
@@ -37,10 +54,135 @@ from fastserve.serving.dialect import (
     is_root,
 )
 from fastserve.serving.model_control import exposes
+from fastserve.serving.model_view import TensorView
 from fastserve.settings import TritonOptions
+from fastserve.tensor import KSERVE_NAME
 
 if TYPE_CHECKING:
     from fastserve.net.grpc import Method
+
+
+TAG = "V2 (Open Inference Protocol)"
+BINARY = "Tensors may be sent as raw bytes behind the JSON: see the protocol's binary extension."
+TEXT_INPUT = "text_input"
+_NAMES = {"type": "array", "items": {"type": "string"}}
+_SERVER = object_schema({"name": {"type": "string"}, "version": {"type": "string"}, "extensions": _NAMES})
+_SHAPE = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TENSOR = object_schema(
+    {"name": {"type": "string"}, "datatype": {"type": "string"}, "shape": _SHAPE, "data": {"type": "array"}},
+    ["name", "datatype", "shape"],
+)
+_ANSWER = object_schema(
+    {
+        "model_name": {"type": "string"},
+        "model_version": {"type": "string"},
+        "outputs": {"type": "array", "items": _TENSOR},
+    },
+    ["model_name", "outputs"],
+)
+_TENSORS = {"type": "array", "items": object_schema({}, ["name", "datatype", "shape"])}
+_METADATA = object_schema(
+    {"name": {"type": "string"}, "versions": _NAMES, "inputs": _TENSORS, "outputs": _TENSORS}, ["name"]
+)
+_UNREADABLE = ("float16", "bfloat16")
+"""Types that have no form in the protocol's JSON."""
+
+
+def describe_server(settings: object, models: Sequence[ModelFacts]) -> Iterator[ApiOperation]:
+    """Yield the operations that are of no model."""
+    yield ApiOperation("GET", "/v2", TAG, "Describe the server", answer=json_content(_SERVER))
+    for word in ("live", "ready"):
+        yield ApiOperation("GET", f"/v2/health/{word}", TAG, f"Tell whether the server is {word}")
+
+
+def describe_model(facts: ModelFacts) -> Iterator[ApiOperation]:
+    """Yield the operations of a model."""
+    path, name = f"/v2/models/{facts.quoted}", facts.name
+    yield ApiOperation("GET", path, TAG, f"Tensors of {name}", answer=json_content(_METADATA))
+    yield ApiOperation("GET", f"{path}/ready", TAG, f"Tell whether {name} is ready")
+    if facts.view.whole:
+        yield ApiOperation(
+            "POST",
+            f"{path}/infer",
+            TAG,
+            f"Infer by {name}",
+            body=_infer_body(facts),
+            answer={**json_content(_ANSWER), "application/octet-stream": {}},
+            description=BINARY,
+        )
+    if facts.text is not None and facts.text.writes and TEXT_INPUT in facts.view.inputs:
+        yield from _describe_generate(path, name)
+
+
+def _describe_generate(path: str, name: str) -> Iterator[ApiOperation]:
+    schema = object_schema({TEXT_INPUT: {"type": "string", "minLength": 1}}, [TEXT_INPUT])
+    answer = object_schema({"model_name": {"type": "string"}, "text_output": {"type": "string"}})
+    body = json_content(schema, {TEXT_INPUT: "Once"})
+    yield ApiOperation(
+        "POST", f"{path}/generate", TAG, f"Write by {name}", body=body, answer=json_content(answer)
+    )
+    events: dict[str, Any] = {EVENTS_TYPE: {}}
+    yield ApiOperation(
+        "POST", f"{path}/generate_stream", TAG, f"Write by {name}, as events", body=body, answer=events
+    )
+
+
+def _infer_body(facts: ModelFacts) -> dict[str, Any]:
+    """Return the content of an inference request."""
+    view = facts.view
+    described = [tensor for tensor in view.inputs.values() if tensor.dtype.name in KSERVE_NAME]
+    items = (
+        _TENSOR
+        if len(described) > MANY_TENSORS
+        else {"anyOf": [_input_schema(facts, tensor) for tensor in described]}
+    )
+    outputs = {"type": "array", "items": object_schema({"name": {"enum": list(view.outputs)}}, ["name"])}
+    inputs: Schema = {"type": "array", "minItems": len(view.required), "maxItems": len(view.inputs)}
+    schema = object_schema(
+        {
+            "id": {"type": "string"},
+            "inputs": {**inputs, "items": items} if described else inputs,
+            **({"outputs": outputs} if len(view.outputs) <= MOST_TENSORS else {}),
+        },
+        ["inputs"],
+    )
+    wanted = [view.inputs[name] for name in view.required]
+    readable = all(one.dtype.name in KSERVE_NAME and one.dtype.name not in _UNREADABLE for one in wanted)
+    if not readable or not fits_example(count_values(one.dims) for one in wanted):
+        return json_content(schema)
+    return json_content(schema, {"inputs": [_example(facts, tensor) for tensor in wanted]})
+
+
+def _input_schema(facts: ModelFacts, tensor: TensorView) -> Schema:
+    """Return the schema of an input. Its data may be flat or nested; only flat data is described."""
+    shape: Schema = _SHAPE
+    if tensor.dims is not None:
+        sizes = ([-1] if facts.view.batching else []) + list(tensor.dims)
+        items = [{"type": "integer", "minimum": 0} if size < 0 else {"const": size} for size in sizes]
+        shape = {"type": "array", "minItems": len(items), "maxItems": len(items)}
+        if items:
+            shape["prefixItems"] = items
+    return object_schema(
+        {
+            "name": {"const": tensor.name},
+            "datatype": {"const": KSERVE_NAME[tensor.dtype.name]},
+            "shape": shape,
+            "data": {"type": "array", "items": value_schema(tensor.dtype)},
+        },
+        ["name", "datatype", "shape", "data"],
+    )
+
+
+def _example(facts: ModelFacts, tensor: TensorView) -> dict[str, Any]:
+    dims = [1 if size < 0 else size for size in tensor.dims or ()]
+    shape = [1, *dims] if facts.view.batching else dims
+    value = example_value(tensor.dtype, example_text(facts.version))
+    return {
+        "name": tensor.name,
+        "datatype": KSERVE_NAME[tensor.dtype.name],
+        "shape": shape,
+        "data": [value] * count_values(dims),
+    }
 
 
 class KServeV2(Dialect):

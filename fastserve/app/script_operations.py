@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from fastserve.backends.script.json_schema import ANY_MEDIA, JSON_MEDIA, PREFIX
-from fastserve.serving.operations import (
+from fastserve.serving.api_operations import (
     EVENTS_TYPE,
     MOST_TENSORS,
     ApiOperation,
