@@ -13,6 +13,8 @@
 It is the server's engine without a network: the same arena, ring, queues and workers. Elements are
 plain Python objects (codec/safe_msgpack says which), or numpy rows of one shape, which are written once,
 into the batch itself. `in_process` runs the transformer in threads of this process, on any system.
+
+Services of callers who block run on a BackgroundLoop, an event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ import asyncio
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Awaitable, Coroutine, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastserve.backends.class_source import collect_source, typed_at_prompt
 from fastserve.backends.transformer import (
+    BACKEND,
     DEVICE,
     RowSpec,
     ScriptImport,
     StartedWhileImported,
     VectorTransformer,
 )
-from fastserve.batching.background_loop import BackgroundLoop
 from fastserve.batching.in_process import STOPPED, ThreadBatcher
-from fastserve.batching.transformer_class import check_class, order_worker
 from fastserve.codec.object_codecs import CODECS
 from fastserve.errors import Kind, ServeError
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
     from fastserve.engine.library_batchers import Batcher
     from fastserve.workers.group import WorkerGroup
+
 
 log = logging.getLogger(__name__)
 STOP_GRACE_S = 2.0
@@ -418,3 +422,82 @@ def _current_loop() -> asyncio.AbstractEventLoop:
         loop = policy.new_event_loop()
         policy.set_event_loop(loop)
         return loop
+
+
+Found = TypeVar("Found")
+NAME = "fastserve service"
+
+
+class BackgroundLoop:
+    """One loop and its thread. The kernel ends workers with the thread that started them, so it lives until
+    `close`; the interpreter does not wait for it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Found]) -> Found:
+        """Run a coroutine on the loop, and return its result. A caller who is interrupted cancels it."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, Found]) -> Future[Found]:
+        """Start a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Cancel what still runs, stop the loop, and end the thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed before
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
+
+
+def check_class(kind: Any) -> type[VectorTransformer]:
+    """Return a transformer's class. Raises TypeError for anything else."""
+    if not (isinstance(kind, type) and issubclass(kind, VectorTransformer)):
+        raise TypeError(f"worker_class must be a subclass of VectorTransformer, not {kind!r}")
+    return kind
+
+
+def order_worker(kind: Any, kwargs: Mapping[str, Any], *, whole: bool, transport: str) -> dict[str, Any]:
+    """Describe how a worker finds and constructs the class. Raises TypeError when it could not."""
+    kind = check_class(kind)
+    if "<locals>" in kind.__qualname__:
+        raise TypeError(
+            f"{kind.__qualname__} is defined inside a function; a worker can only import it from a module"
+        )
+    script = _script_of(kind) if kind.__module__ == "__main__" else ""
+    typed = kind.__module__ == "__main__" and not script
+    transformer = {
+        "module": kind.__module__,
+        "qualname": kind.__qualname__,
+        "script": script,
+        "source": collect_source(kind) if typed else "",
+        "init_kwargs": CODECS[transport].encode(dict(kwargs)).hex(),
+        "transport": transport,
+        "whole": whole,
+    }
+    return {"backend": BACKEND, "transformer": transformer}
+
+
+def _script_of(kind: type[VectorTransformer]) -> str:
+    """Return the path of the script that defines a class of `__main__`; "" for one typed at a prompt."""
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return "" if typed_at_prompt(kind) or not script.is_file() else str(script.resolve())

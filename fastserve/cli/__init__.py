@@ -40,8 +40,12 @@ COMMANDS = {
 
 # Command -> its module, where that has another name.
 MODULES = {
-    **dict.fromkeys(("grps", "mindie", "tensorflow-model-server", "tritonserver"), "compatible"),
-    **dict.fromkeys(("kserve-server", "mlserver"), "kserve"),
+    "run": "serve",
+    **dict.fromkeys(("models", "infer"), "client"),
+    **dict.fromkeys(
+        ("grps", "mindie", "tensorflow-model-server", "tritonserver", "kserve-server", "mlserver"),
+        "compatible",
+    ),
 }
 
 

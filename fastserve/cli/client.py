@@ -1,4 +1,8 @@
-"""Client of a running server for commands: TF Serving's REST API, one request at a time, TLS and keys."""
+"""`fastserve models`, `fastserve infer`, and the client of a running server that other commands use too.
+
+It speaks TF Serving's REST API, one request at a time, with TLS and keys. `models` lists the server's models;
+`infer` sends one request and prints its answer.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 import http.client
 import json
 import ssl
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -240,3 +245,149 @@ def error_text(body: bytes) -> str:
         return body.decode("utf-8", "replace").strip() or "no reason given"
     found = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     return str(found.get("message", found) if isinstance(found, dict) else found)
+
+
+HEAD = ("MODEL", "VERSION", "STATE", "WHY")
+NEVER = "NOT_LOADED"  # the state of a model none of whose versions was ever tried
+
+
+def describe(
+    server: ServerClient, names: Sequence[str], known: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row for each version, or one for a model without any; `known` are readiness' models."""
+    for name in names:
+        versions = server.status(name)
+        failed = known.get(name, {}).get("failed")
+        for found in versions:
+            why = found["status"].get("error_message", "")
+            if failed and found["state"] == "AVAILABLE":
+                why = f"what the folder has now failed to load, since {failed['since']}: {failed['reason']}"
+            yield name, found["version"], found["state"], why
+        if not versions and name not in known:
+            has = f"; it has {', '.join(sorted(known))}" if known else ""
+            raise click.ClickException(f"the server knows no model {name}{has}")
+        if not versions:
+            yield name, "-", NEVER, known[name].get("reason", "")
+
+
+def print_rows(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+@click.command(short_help="List the models of a running server.")
+@click.argument("names", nargs=-1, metavar="[MODEL]...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@url_option
+@with_trust
+def models(names: tuple[str, ...], as_json: bool, url: str, trust: Trust) -> None:
+    """Show every version of the models a server knows, with its state.
+
+    \b
+    fastserve models
+    fastserve models digits --url http://127.0.0.1:9000
+    """
+    server = ServerClient(url, trust)
+    # TF Serving's API has no call that lists models; the readiness probe names them all.
+    readiness = server.readiness()
+    known = readiness["models"]
+    rows = list(describe(server, names or sorted(known), known))
+    if as_json:
+        click.echo(json.dumps([dict(zip(map(str.lower, HEAD), row, strict=True)) for row in rows], indent=2))
+    elif rows:
+        print_rows([HEAD, *rows])
+    else:
+        click.echo("no models")
+    if not readiness["ready"]:
+        click.echo(f"the server is not ready: {readiness['reason']}", err=True)
+
+
+BODY_KEYS = {"predict": ("instances", "inputs"), "classify": ("examples",), "regress": ("examples",)}
+
+
+def read_input(text: str) -> Any:
+    """Return the JSON of an argument: itself, `@FILE`, or `-` for standard input."""
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text()
+        except OSError as fault:
+            raise click.BadParameter(f"cannot read {text[1:]}: {fault.strerror}") from None
+    try:
+        return json.loads(text)
+    except ValueError as fault:
+        raise click.BadParameter(f"not JSON: {fault}") from None
+
+
+def request_body(given: Any, method: str, signature: str | None) -> dict[str, Any]:
+    """Return a request body: a whole request as it is, a list as rows, anything else as the only row."""
+    keys = BODY_KEYS[method]
+    if isinstance(given, dict) and any(key in given for key in keys):
+        body = dict(given)
+    else:
+        body = {keys[0]: given if isinstance(given, list) else [given]}
+    if signature is not None:
+        body["signature_name"] = signature
+    return body
+
+
+def print_answer(answer: Any) -> None:
+    """Print rows one a line, named outputs and other replies as indented JSON."""
+    rows = answer.get("predictions") or answer.get("results") if isinstance(answer, dict) else None
+    if isinstance(rows, list):
+        for row in rows:
+            click.echo(json.dumps(row))
+    else:
+        click.echo(json.dumps(answer, indent=2))
+
+
+@click.command(short_help="Send one request to a running server.")
+@click.argument("model")
+@click.argument("input", default="-", metavar="[JSON|@FILE|-]")
+@click.option("--version", type=int, help="Ask this version instead of the newest.")
+@click.option("--label", help="Ask the version this label points at.")
+@click.option("--signature", help="Ask this signature instead of serving_default.")
+@click.option(
+    "--method",
+    type=click.Choice(list(BODY_KEYS)),
+    default="predict",
+    show_default=True,
+    help="What to ask for.",
+)
+@click.option("--raw", is_flag=True, help="Print the reply's body as it came.")
+@url_option
+@with_trust
+def infer(
+    model: str,
+    input: str,
+    version: int | None,
+    label: str | None,
+    signature: str | None,
+    method: str,
+    raw: bool,
+    url: str,
+    trust: Trust,
+) -> None:
+    """Ask MODEL of a running server and print one line per row of its answer.
+
+    The input is a list of rows, or a whole TF Serving request with `instances`, `inputs` or `examples`.
+
+    \b
+    fastserve infer half_plus_two "[1.0, 2.0, 5.0]"
+    fastserve infer digits @image.json
+    fastserve infer digits --method classify '[{"image": [0, 0, ...]}]'
+    jq .rows data.json | fastserve infer digits -
+    fastserve infer digits @image.json --url https://models.example:8443 --cacert ca.pem
+    """
+    if version is not None and label:
+        raise click.UsageError("--version and --label exclude each other")
+    body = request_body(read_input(input), method, signature)
+    path = f"{model_path(model, version, label)}:{method}"
+    answer = ServerClient(url, trust).ask(path, json.dumps(body).encode())
+    if raw:
+        sys.stdout.buffer.write(answer)
+    else:
+        print_answer(json.loads(answer))

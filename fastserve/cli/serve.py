@@ -1,6 +1,8 @@
-"""`fastserve serve`: settings from flags and a file, then a server until a signal.
+"""`fastserve serve` and `fastserve run`: settings from flags and a file, then a server until a signal.
 
 Every field of the settings is a flag; the ones scripts use have short names of their own here.
+
+`fastserve run app.py` serves the models of a script, with the same flags.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from fastserve.settings.sources import CONFIG_VARIABLE, read_environment, variab
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
 
 # Path of a setting -> how the flag is written; the rest are derived from the field's path.
 NAMED: dict[str, dict[str, Any]] = {
@@ -200,3 +203,33 @@ def serve(repository: str | None, name: str, allow_pickle: bool, config: Path | 
 
 
 serve.params.extend(make_option(field) for field in list_fields(Settings) if field.path not in NO_FLAG)
+
+
+SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(cls=ServeCommand, short_help="Serve the models of a script.")
+@click.argument("script", metavar="FILE.py", type=SCRIPT)
+@config_option()
+@help_all_option()
+@click.option("--reload", is_flag=True, help="Load the models anew when the script or its modules change.")
+def run(script: Path, config: Path | None, reload: bool, **flags: Any) -> None:
+    """Serve the functions and classes that FILE.py declares with @fastserve.model.
+
+    \b
+    Examples:
+      fastserve run app.py
+      fastserve run app.py --reload
+      fastserve run app.py --in-process
+      fastserve run app.py --http 0.0.0.0:8000 --keys keys.yaml --frontends 2
+    """
+    from fastserve.app.serving import run_reloading, run_script
+
+    start = run_reloading if reload else run_script
+    try:
+        sys.exit(start(script, load_settings(config, read_flags(flags), read_environment(os.environ))))
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+
+run.params.extend(make_option(field) for field in list_fields(Settings) if field.path not in NO_FLAG)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastserve import BatchedService
-from fastserve.batching.background_loop import NAME
+from fastserve.batching.batched_service import NAME
 from fastserve.errors import ServeError
 from tests.batching import models
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fastserve.cli import COMMANDS, main
-from fastserve.cli.infer import request_body
+from fastserve.cli.client import request_body
 from tests.cli.standin import serving
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fastserve.cli.kserve import kserve_settings, mlserver_settings
+from fastserve.cli.compatible import kserve_settings, mlserver_settings
 from fastserve.errors import ConfigError
 from fastserve.settings.sources import list_variables
 from tests.running import START_S, free_port

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from fastserve.cli.models import models
+from fastserve.cli.client import models
 from fastserve.protos import load
 from fastserve.settings import Listener
 from fastserve.workers import liveness
