@@ -15,8 +15,7 @@ import msgspec
 
 from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
 from fastserve.settings import ConfigField, ModelEntry, Settings, list_fields
-from fastserve.settings.placement import RayPlacement, RemotePlacement
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import RayPlacement, RemotePlacement, TextOptions
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLES: dict[str, type[msgspec.Struct]] = {

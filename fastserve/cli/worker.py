@@ -78,7 +78,7 @@ def worker(
 def _read_orders(
     addresses: tuple[str, ...], key: Path | None, workers: int, cache: Path, device: str, log_level: str
 ) -> list[WorkerOrder]:
-    from fastserve.settings.placement import is_loopback, read_address
+    from fastserve.settings.model_options import is_loopback, read_address
     from fastserve.workers.remote.keys import read_key
     from fastserve.workers.remote.main import WorkerOrder
 

@@ -34,8 +34,7 @@ from fastserve.repository.triton_config.messages import config_schema
 from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import Version, missing_versions, policy_text, wanted_versions
 from fastserve.settings import RepositorySettings
-from fastserve.settings.placement import check_listen
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions, check_listen
 from fastserve.settings.text_proto import parse_text
 from fastserve.settings.yaml_text import read_text
 from fastserve.tensor import TensorSpec

@@ -23,10 +23,14 @@ from fastserve.errors import ConfigError
 from fastserve.repository.placement import MOST_INSTANCES, Placement, place_on
 from fastserve.settings import DEFAULT_POLICY, VersionPolicy, convert
 from fastserve.settings.fields import fault_text
-from fastserve.settings.model_options import Options, TorchOptions
-from fastserve.settings.placement import PlacementOptions
+from fastserve.settings.model_options import (
+    OPTIONAL_INPUTS,
+    Options,
+    PlacementOptions,
+    TextOptions,
+    TorchOptions,
+)
 from fastserve.settings.server_settings import VersionNumber
-from fastserve.settings.text_options import OPTIONAL_INPUTS, TextOptions
 from fastserve.tensor import DTYPES, TensorSpec
 
 # Spelled out because a type checker cannot read DTYPES; tests hold the two together.

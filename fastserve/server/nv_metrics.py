@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from fastserve.devices.nvml import GPUS, Gpu
+from fastserve.devices.inventory import GPUS, Gpu
 from fastserve.engine.counters import (
     FIRST_RESPONSE,
     Took,

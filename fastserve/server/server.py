@@ -41,8 +41,7 @@ from fastserve.server.dialect_selection import (
 from fastserve.server.front import Front, FrontGauges
 from fastserve.server.front_messages import CachePart, FailuresPart, OwnerModelControl
 from fastserve.server.front_pool import FrontPool
-from fastserve.server.progress import StartProgress, find_terminal
-from fastserve.server.service_manager import ServiceManager
+from fastserve.server.progress import ServiceManager, StartProgress, find_terminal
 from fastserve.server.sizing import size_fronts
 from fastserve.serving.dialect import refuse_to_stop
 from fastserve.settings import ModelEntry, Settings, TFServingOptions

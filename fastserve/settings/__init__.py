@@ -3,6 +3,7 @@
 from fastserve.settings.fields import ConfigField, convert, list_fields
 from fastserve.settings.grps import GrpsOptions
 from fastserve.settings.kserve_options import TritonOptions
+from fastserve.settings.model_options import TextgenOptions
 from fastserve.settings.server_settings import (
     DEFAULT_POLICY,
     LEAST_MEMORY_BYTES,
@@ -21,7 +22,6 @@ from fastserve.settings.server_settings import (
     load_settings,
     parse_listener,
 )
-from fastserve.settings.text_options import TextgenOptions
 
 __all__ = [
     "DEFAULT_POLICY",

@@ -1,4 +1,4 @@
-"""Options of a model beyond its tensors, in words of no dialect: queues, sequences, ensembles, sessions.
+"""Options of a model beyond its tensors, in words of no dialect: queues, sequences, ensembles, text, places.
 
 A config.pbtxt is compiled into these (`repository.triton_config.reading`); the engine, the workers and the
 backends read nothing else of it. They travel to workers as plain values, `read_options` reads them back.
@@ -6,14 +6,33 @@ backends read nothing else of it. They travel to workers as plain values, `read_
     ModelConfig.options -> Options(queue=QueueOptions(...), decoupled=True, ...)
 
 Sizes are rows, times microseconds, shapes without the batch axis; dtypes are names of `tensor.DTYPES`.
+
+The section `text` of model.yaml has sizes in tokens, unless a field says otherwise. The settings of the text
+APIs (`textgen`) are here too:
+
+    backend: text                    # a Hugging Face style folder: config.json, *.safetensors, tokenizer.json
+    text: {max_sequences: 32, max_new_tokens: 512}
+
+The section `placement` says where a model's workers run, if not on the server's machine:
+
+    placement: {remote: {listen: "0.0.0.0:7300-7301", key: /etc/fastserve/server.key}}
+    placement: {ray: {num_cpus: 1, num_gpus: 0.5}}
+
+`fastserve worker --connect HOST:7300-7301 --key worker.key` on any machine joins in; workers of `ray` are
+started on the nodes of the cluster that the server was given with `--ray`.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from fastserve.errors import ConfigError
 
 
 class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -235,3 +254,233 @@ class TorchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 def read_torch(config: Mapping[str, Any]) -> TorchOptions:
     """Return the section of a model's config as a worker gets it."""
     return msgspec.convert(config.get("torch") or {}, TorchOptions)
+
+
+# The tensors of a text model, for clients of tensors, as vLLM's backend is in Triton.
+INPUTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "text_input": {"dtype": "bytes", "shape": [1]},
+        "stream": {"dtype": "bool", "shape": [1]},
+        "sampling_parameters": {"dtype": "bytes", "shape": [1]},
+        "exclude_input_in_output": {"dtype": "bool", "shape": [1]},
+    }
+)
+
+OPTIONAL_INPUTS = ("stream", "sampling_parameters", "exclude_input_in_output")
+OUTPUTS: Mapping[str, Any] = MappingProxyType({"text_output": {"dtype": "bytes", "shape": [1]}})
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The `text` section of model.yaml. 0 leaves a bound to the model."""
+
+    max_sequences: Annotated[int, Meta(ge=1, le=1024)] = 32
+    """Sequences that run at a time."""
+    max_waiting: Annotated[int, Meta(ge=0)] = 1024
+    """Requests that may wait besides."""
+    max_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens of prompt and answer together; 0: what the model was made for."""
+    max_prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens of a prompt; 0: one less than max_tokens."""
+    max_new_tokens: Annotated[int, Meta(ge=1)] = 512
+    """Tokens of an answer, whatever a request asks for."""
+    step_tokens: Annotated[int, Meta(ge=1)] = 128
+    """Tokens of one step: a long prompt is read in chunks, between steps of the others."""
+    step_ms: Annotated[float, Meta(ge=0)] = 10.0
+    """Milliseconds of a step that reads prompts while others write, or twice a step that only writes; as long
+    as more wait to be read than write, and for 0, step_tokens alone counts."""
+    kv_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Bytes of the KV cache; 0: max_sequences of max_tokens, at most a quarter of memory."""
+    prefix_cache: bool = False
+    """Prompts that begin as one before use what is computed of it."""
+    ageing_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds after which a waiting request counts as one priority higher; 0: never."""
+    runtime: Literal["auto", "torch", "numpy"] = "auto"
+    """Library that computes the model; auto: torch where it is installed, else numpy where that can."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the model computes in; auto: float32 on a CPU, the weights' own on a GPU."""
+    tokenizer: Literal["folder", "words", ""] = "folder"
+    """tokenizer.json of the folder, one token a word, or none: the engine takes text."""
+    pooling: Literal["", "mean", "last", "cls"] = ""
+    """Vectors of texts (/v1/embeddings) are made of the states of all tokens, the last or the first; empty:
+    as the folder's modules.json says, else mean of encoders and none of others."""
+    normalize: bool | None = None
+    """Vectors have length 1; null: as modules.json of the folder says, else true."""
+    reader_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Tokens a client may be behind before its sequence stands still, while nobody waits for its row."""
+
+
+MEGABYTE = 1 << 20
+
+
+class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The text generation dialect: MindIE's API, TGI's, vLLM's and OpenAI's."""
+
+    default_model: str = ""
+    """The model of calls that name none; empty: the only one that generates text."""
+    request_mb: Annotated[int, Meta(ge=1, le=1024)] = 40
+    """MiB of a request's body at most (maxRequestLength)."""
+    json_depth: Annotated[int, Meta(ge=10, le=100)] = 10
+    """Objects and lists within each other in a body (maxJsonDepth)."""
+    input_chars: Annotated[int, Meta(ge=1, le=4 * MEGABYTE)] = 4 * MEGABYTE
+    """UTF-16 units of a prompt's text, in MindIE's API."""
+    timeout_s: Annotated[int, Meta(ge=1)] = 600
+    """Seconds of a request that names no timeout."""
+    most_timeout_s: Annotated[int, Meta(ge=1, le=65535)] = 3600
+    """Most seconds a request may name; MindIE's newer: 65535."""
+    token_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds a request may wait for its next token (tokenTimeout)."""
+    e2e_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds a request may take, whatever it names (e2eTimeout)."""
+    seed_bits: Literal[64, 63] = 64
+    """Bits of a seed; MindIE's newer: 63."""
+    token_id_style: Literal["scalar", "list"] = "scalar"
+    """A token's id in MindIE's events: a number, or a list of one (2.2 and newer)."""
+    full_text: bool = False
+    """The events of a stream hold the whole text so far (fullTextEnabled)."""
+    generated_token_ids: bool = False
+    """Token ids in the details of /infer, as MindIE's newer."""
+    stream_errors: Literal["event", "raw"] = "event"
+    """Form of errors in a stream of MindIE's: an event, or the bare text as there."""
+    truncate: bool = False
+    """Prompts that are too long lose their beginning (truncation)."""
+    max_images: Annotated[int, Meta(ge=0, le=20)] = 1
+    """Images of one request."""
+    image_root: str = ""
+    """The folder whose images requests may name by their paths; empty: none."""
+    image_urls: bool = False
+    """Fetch images that requests name by http(s) URLs."""
+    image_urls_private: bool = False
+    """Fetch images from private networks and from this machine too."""
+    image_mb: Annotated[int, Meta(ge=1, le=100)] = 20
+    """MiB of one image."""
+    keepalive_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds without a token after which a stream has a comment; 0: none."""
+    stop_service: bool = False
+    """Let any client stop the server by GET /stopService."""
+    any_model: bool | None = None
+    """Whether a body's `model` that nobody serves means default_model, or the only one that can do it
+    (OpenAI's API; clients send made-up ones). null: where there is one, and openai_flavor is openai."""
+    openai_flavor: Literal["openai", "mindie"] = "openai"
+    """Original that OpenAI's API follows where the two differ: errors, lists of models, the last piece of a
+    chat."""
+    max_stops: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Stop strings of a request (TGI's, OpenAI's and vLLM's)."""
+    max_best_of: Annotated[int, Meta(ge=1, le=128)] = 4
+    """Sequences a request of TGI's may start (best_of)."""
+    metrics: Literal["server", "mindie"] = "server"
+    """Names in /metrics on listeners that speak this: the server's or MindIE's."""
+    tgi_flavor: Literal["tgi", "mindie"] = "tgi"
+    """Original that /, /generate, /generate_stream and /info follow where the two differ."""
+
+
+class WorkerRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many remote workers a version has."""
+
+    min: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Workers that a version waits for before it is available."""
+    max: Annotated[int, Meta(ge=1, le=1024)] = 1024
+    """Workers that are started at most, where they are started for it."""
+
+    def __post_init__(self) -> None:
+        if self.max < self.min:
+            raise ValueError(f"max: given {self.max}, allowed: a whole number from min {self.min}")
+
+
+class WorkerLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How batches go to remote workers, by whatever these are started."""
+
+    path: str = ""
+    """Folder of the model's versions where workers see it too; empty: files are sent to them."""
+    in_flight: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Batches a worker has at a time; 0: four of less than 0.5 ms, two of less than 2 ms, else one."""
+    heartbeat_s: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
+    """Seconds between heartbeats; three that are missed are a worker's death."""
+    max_answer_mb: Annotated[int, Meta(ge=1, le=4096)] = 256
+    """Megabytes that the outputs of a batch may have."""
+    workers: WorkerRange = WorkerRange()
+    """Filled from `instances`: N, or {min: N, max: M}."""
+
+
+class RemotePlacement(WorkerLinks, frozen=True, forbid_unknown_fields=True):
+    """Workers that connect to the server, from any machine."""
+
+    listen: Annotated[str, Meta(min_length=3, max_length=300)] = "127.0.0.1:0"
+    """HOST:PORT or HOST:PORT-PORT that workers connect to; a version takes the first free port."""
+    key: str = ""
+    """server.key of `fastserve worker --make-keys`; empty: none, on loopback addresses only."""
+
+
+class RayPlacement(WorkerLinks, frozen=True, forbid_unknown_fields=True):
+    """Workers that Ray starts, each in an actor that takes these resources of a node."""
+
+    num_cpus: Annotated[float, Meta(ge=0, le=1024)] = 1.0
+    """CPUs of a worker's node that it takes."""
+    num_gpus: Annotated[float, Meta(ge=0, le=64)] = 0.0
+    """GPUs, or a fraction of one; with any, the model computes on cuda:0 of those."""
+    memory_mb: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    """Megabytes of memory; 0: not counted."""
+    resources: dict[Annotated[str, Meta(min_length=1, max_length=200)], Annotated[float, Meta(gt=0)]] = {}
+    """Resources of the cluster's own names."""
+    scheduling_strategy: Literal["SPREAD", "DEFAULT"] = "SPREAD"
+    """SPREAD: over as many nodes as there are; DEFAULT: as Ray fills nodes."""
+    listen: Annotated[str, Meta(max_length=300)] = ""
+    """HOST:PORT or HOST:PORT-PORT that workers connect to; empty: any port of this node's address in Ray."""
+    queue_target_s: Annotated[float, Meta(gt=0, le=3600)] = 0.1
+    """Seconds that rows may wait before more workers are started, up to max."""
+    down_after_s: Annotated[float, Meta(ge=0, le=86400)] = 60.0
+    """Seconds for which fewer workers must have been enough before some are ended, down to min."""
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """The resources of one worker, by Ray's names; memory in bytes."""
+        named = {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": float(self.memory_mb << 20)}
+        return {name: count for name, count in {**named, **self.resources}.items() if count}
+
+
+class PlacementOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the workers of a model run."""
+
+    remote: RemotePlacement | None = None
+    """On machines from which they connect."""
+    ray: RayPlacement | None = None
+    """On the nodes of a Ray cluster."""
+
+    def __post_init__(self) -> None:
+        if (self.remote is None) == (self.ray is None):
+            raise ValueError("remote, ray: exactly one of them must be given")
+
+
+def read_links(config: Mapping[str, Any]) -> RemotePlacement | RayPlacement:
+    """Return the placement of a model whose config, as plain values, has one."""
+    placement = config["placement"]
+    if placement.get("ray") is not None:
+        return msgspec.convert(placement["ray"], RayPlacement)
+    return msgspec.convert(placement["remote"], RemotePlacement)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether nobody outside this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_address(text: str) -> tuple[str, range]:
+    """Read "HOST:PORT" or "HOST:PORT-PORT". Raises ConfigError."""
+    host, _, ports = text.rpartition(":")
+    first, _, last = ports.partition("-")
+    if not host or not first.isdigit() or ("-" in ports and not last.isdigit()):
+        raise ConfigError(f"{text!r}: given no address, allowed: HOST:PORT, or HOST:PORT-PORT")
+    found = range(int(first), int(last or first) + 1)
+    if not found or found[-1] > 65535 or len(found) > 64:
+        raise ConfigError(f"{text!r}: given ports {ports}, allowed: up to 64 ports below 65536")
+    return host, found
+
+
+def check_listen(text: str, key: str) -> tuple[str, range]:
+    """Read the address that workers connect to. Raises ConfigError for one in the open without a key."""
+    host, ports = read_address(text)
+    if not key and not is_loopback(host):
+        raise ConfigError(f"listen {text}: without a key only a loopback address is allowed")
+    return host, ports

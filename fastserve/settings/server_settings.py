@@ -15,7 +15,7 @@ from fastserve.errors import ConfigError
 from fastserve.settings.fields import convert, fault_text, hint, list_fields
 from fastserve.settings.grps import GrpsOptions
 from fastserve.settings.kserve_options import INPUT_BYTES, TritonOptions, read_metrics_config
-from fastserve.settings.text_options import TextgenOptions
+from fastserve.settings.model_options import TextgenOptions
 
 VersionNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 

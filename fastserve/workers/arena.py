@@ -20,8 +20,7 @@ from fastserve._ext import batch_ring
 from fastserve._ext.arena_maintenance import WorkerHeartbeat
 from fastserve._ext.batch_ring import BatchRing
 from fastserve.backends.registry import find_backend
-from fastserve.settings.model_options import read_options
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions, read_options
 from fastserve.tensor import TensorSpec
 from fastserve.workers.pinning import NO_NODE, prefer_node
 

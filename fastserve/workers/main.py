@@ -24,7 +24,7 @@ from fastserve.backends.base import CompletedConfig, SupportsSignatures, check_c
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError
-from fastserve.settings.text_options import INPUTS, OUTPUTS
+from fastserve.settings.model_options import INPUTS, OUTPUTS
 from fastserve.util.logs import log_prints, log_uncaught, raw_trace, setup_logs
 from fastserve.workers.control import (
     ControlChannel,

@@ -1,4 +1,4 @@
-// NVML without a GPU, as devices/nvml.py calls it: FAKE_CUDA/devices says how many there are, and FAKE_CUDA/nvml,
+// NVML without a GPU, as devices/inventory.py calls it: FAKE_CUDA/devices says how many there are, and FAKE_CUDA/nvml,
 // when there, the number of the error that every call fails with, and FAKE_CUDA/nvml-second the one of calls about
 // the second GPU alone. That one tells neither power nor utilization.
 #include <stdint.h>

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.devices.nvml import Gpus
+from fastserve.devices.inventory import Gpus
 from tests.devices.simulated import FakeGpus
 from tests.faults.rig import Http
 from tests.running import Running, until
@@ -18,7 +18,7 @@ UUID = "GPU-fa4ecada-0000-4000-8000-00000000000"
 @pytest.fixture
 def library(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setenv("FAKE_CUDA", str(gpus.memory))
-    monkeypatch.setattr("fastserve.devices.nvml._FRESH_S", 0.0)
+    monkeypatch.setattr("fastserve.devices.inventory._FRESH_S", 0.0)
     return Gpus(str(gpus.libraries / "libnvidia-ml.so.1"))
 
 

@@ -17,7 +17,7 @@ from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.backends.registry import find_backend
 from fastserve.codec.generation import Finish, Info
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 from fastserve.util.memory import gc_paused
 
 log = logging.getLogger(__name__)

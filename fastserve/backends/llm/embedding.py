@@ -32,7 +32,7 @@ from fastserve.backends.model_errors import (
 )
 from fastserve.codec.generation import Extra, Finish, Info, write_text
 from fastserve.errors import Kind, ServeError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 log = logging.getLogger(__name__)
 MOST_TOKENS = 4096

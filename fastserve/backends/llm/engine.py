@@ -33,7 +33,7 @@ from fastserve.backends.llm.scheduling import (
 from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, explain, is_out_of_memory
 from fastserve.codec.generation import Extra, Finish, Info, write_text
 from fastserve.errors import ConfigError, Kind, ServeError, invalid
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 if TYPE_CHECKING:
     from fastserve.backends.llm.kv_cache import CacheSize

@@ -14,7 +14,7 @@ from typing import Any
 from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.fields import fault_text
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 NUMPY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastserve.errors import ConfigError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 log = logging.getLogger(__name__)
 STRIDE = 32

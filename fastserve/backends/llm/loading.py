@@ -26,7 +26,7 @@ from fastserve.backends.llm.torch_model import TorchModel
 from fastserve.backends.model_errors import clean, is_out_of_memory
 from fastserve.codec.generation import Info, TextNote
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 
 def read_encoder(folder: Path, dtype: torch.dtype | str) -> tuple[Any, dict[str, Any]]:

@@ -24,7 +24,7 @@ from fastserve.backends.llm.numpy_model import DecoderWeights, LayerWeights, Lin
 from fastserve.backends.llm.pooling import find_pooling, with_pooling
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.fields import convert
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 _HEADER_BYTES_MAX = 64 << 20
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<f2")}

@@ -27,7 +27,7 @@ from fastserve.backends.llm.protocols import Chunk
 from fastserve.codec.generation import Extra, Finish, Info, write_text
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.fields import fault_text
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -38,7 +38,7 @@ from fastserve.backends.llm.protocols import Out, TextEngine, TextRequest
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.codec.generation import Extra, Finish, Info, Logprobs, Sampling, write_text
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 log = logging.getLogger(__name__)
 NO_VECTORS = "this model makes no embeddings"

@@ -31,7 +31,7 @@ from fastserve.backends.llm.pooling import Pool
 from fastserve.backends.llm.protocols import Chunk, KVCache, Out, StepPlan, TextRequest
 from fastserve.codec.generation import Finish, Info, Sampling
 from fastserve.errors import invalid
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from fastserve import __version__
-from fastserve.devices.nvml import GPUS, Gpu
+from fastserve.devices.inventory import GPUS, Gpu
 from fastserve.dialects.admin import figures
 from fastserve.dialects.admin.figures import Bar, ModelFigures, StageFigures, TextFigures
 from fastserve.dialects.admin.history import ALL, INTERVAL_S, History, Points

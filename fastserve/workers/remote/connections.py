@@ -23,7 +23,7 @@ import msgspec
 
 import fastserve
 from fastserve.errors import ConfigError, Kind, ServeError
-from fastserve.settings.placement import check_listen
+from fastserve.settings.model_options import check_listen
 from fastserve.util.rate_limited_log import RateLimitedLog
 from fastserve.workers.remote.files import ShippedFolder
 from fastserve.workers.remote.keys import KeyGate, SideKey, import_zmq, secure_server

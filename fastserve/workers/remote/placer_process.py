@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 
 from fastserve.errors import ConfigError, install_text
-from fastserve.settings.placement import RayPlacement
+from fastserve.settings.model_options import RayPlacement
 from fastserve.util.logs import current_logs
 from fastserve.workers.control import ControlFault
 from fastserve.workers.group import Backoff

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from fastserve.errors import ConfigError
-from fastserve.settings.placement import RayPlacement
+from fastserve.settings.model_options import RayPlacement
 from fastserve.workers.control import ControlChannel, ControlFault
 from fastserve.workers.group import Backoff
 from fastserve.workers.remote.connections import PeerState, RemotePeer, WorkerConnections

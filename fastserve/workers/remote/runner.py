@@ -26,8 +26,7 @@ import numpy as np
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
 from fastserve.errors import Kind, Reason, ServeError, pack_status
-from fastserve.settings.model_options import may_isolate
-from fastserve.settings.placement import RayPlacement, is_loopback, read_address, read_links
+from fastserve.settings.model_options import RayPlacement, is_loopback, may_isolate, read_address, read_links
 from fastserve.util.memory import gc_freeze
 from fastserve.workers.arena import Arena
 from fastserve.workers.arrays import NUMPY

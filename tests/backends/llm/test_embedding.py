@@ -12,7 +12,7 @@ from fastserve.backends.llm.embedding import MOST_TOKENS, EmbedEngine
 from fastserve.backends.llm.protocols import TextRequest
 from fastserve.codec.generation import Finish, Info, TextNote
 from fastserve.errors import Kind, ServeError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 from tests.backends.llm.outs import Heard
 
 BAD = 13

@@ -19,7 +19,7 @@ from fastserve.backends.llm.scheduling import PrefillBudget
 from fastserve.backends.model_errors import DeviceLost
 from fastserve.codec.generation import Finish, Info
 from fastserve.errors import Kind, ServeError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 from tests.backends.llm.outs import Heard, ask, run
 from tests.backends.llm.scripted import POISON, VOCAB, ScriptedModel, continue_plainly
 from tests.effort import examples

@@ -16,7 +16,7 @@ from fastserve.backends.llm.backend import TransformersBackend
 from fastserve.backends.llm.kv_cache import CacheSize, find_cache_size, row_bytes
 from fastserve.codec.generation import Finish
 from fastserve.errors import ConfigError, ServeError
-from fastserve.settings.text_options import TextOptions
+from fastserve.settings.model_options import TextOptions
 from tests.backends.llm.folders import EOS, LENGTH, VOCAB, generate, save_model
 from tests.backends.llm.outs import ask, run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastserve.server.service_manager import ServiceManager
+from fastserve.server.progress import ServiceManager
 from tests.running import START_S
 from tests.server.rig import write_model
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from fastserve.errors import ConfigError
-from fastserve.settings.placement import read_address
+from fastserve.settings.model_options import read_address
 from fastserve.workers.remote import connections as hubs
 from fastserve.workers.remote.connections import WorkerConnections
 from fastserve.workers.remote.keys import make_keys, read_key, write_keys

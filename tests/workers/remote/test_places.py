@@ -15,7 +15,7 @@ import pytest
 from fastserve.errors import ConfigError
 from fastserve.repository.check import explain
 from fastserve.settings import Settings
-from fastserve.settings.placement import PlacementOptions, RayPlacement, WorkerRange
+from fastserve.settings.model_options import PlacementOptions, RayPlacement, WorkerRange
 from fastserve.workers.control import ControlChannel
 from fastserve.workers.remote.connections import PeerState, WorkerConnections
 from fastserve.workers.remote.main import WorkerOrder
