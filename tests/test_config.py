@@ -22,7 +22,7 @@ from fastserve.repository.model_config import (
     round_up,
 )
 from fastserve.settings import Limits, Listener, Settings, list_fields, load_settings
-from fastserve.settings.yaml_text import FILE_BYTES, parse_yaml
+from fastserve.settings.config_files import FILE_BYTES, parse_yaml
 from fastserve.tensor import DTYPES
 from tests.repository.folders import BASE
 

@@ -22,7 +22,7 @@ import yaml
 from fastserve.app.script_operations import paths_of
 from fastserve.backends.script.declaration import BACKENDS, ScriptModel
 from fastserve.errors import ConfigError
-from fastserve.settings.yaml_text import read_yaml
+from fastserve.settings.config_files import read_yaml
 
 CONFIG_FILE = "model.yaml"
 MOST_FILES = 10_000

@@ -36,7 +36,7 @@ from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
 from fastserve._ext.response_cache import Counts
 from fastserve.engine.shared_counts import MOST_BOUNDS, MOST_RESPONSES, MOST_SIZES, CountsMemory, SharedTook
-from fastserve.metrics.quantiles import BUCKETS, bucket_of, read_buckets
+from fastserve.metrics.registry import BUCKETS, bucket_of, read_buckets
 from fastserve.repository.version import Attachment, Version
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class RequestCounters:
         self.memory.add("hit_spread" if hit else "miss_spread", weight, bucket_of(ns))
 
     def spreads(self) -> list[array[int]]:
-        """Return a histogram of request times (metrics.quantiles) each for success, queue, compute_input,
+        """Return a histogram of request times (SpreadWindow) each for success, queue, compute_input,
         compute_infer and compute_output. Cache hits and ensembles are not included."""
         told = [ring.spreads() for ring in self._rings()]
         return [read_buckets([spreads[kind] for spreads in told]) for kind in range(REJECTED)]

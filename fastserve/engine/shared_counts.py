@@ -17,8 +17,8 @@ import mmap
 import os
 
 from fastserve._ext.response_cache import COUNTS_BYTES
-from fastserve.metrics.quantiles import BUCKETS
-from fastserve.util.shared_file import make_shared_file, map_shared_file
+from fastserve.metrics.registry import BUCKETS
+from fastserve.util.memory import make_shared_file, map_shared_file
 
 MOST_RESPONSES = 256  # responses of one request that are counted separately; later ones count with the last
 RESPONSE_TOOKS = 6  # kinds of durations of a response

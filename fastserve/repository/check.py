@@ -26,17 +26,16 @@ from fastserve.devices.inventory import MACHINE, VISIBLE, DeviceInventory
 from fastserve.errors import ConfigError, ServeError
 from fastserve.repository.folder_config import model_file
 from fastserve.repository.layout import Layout, ModelFolder, repository_root
-from fastserve.repository.model_config import ModelConfig, build_specs
+from fastserve.repository.model_config import ModelConfig, build_signatures, build_specs
 from fastserve.repository.placement import AUTO, CPU, Placement, why_no_gpu
 from fastserve.repository.reconciler import no_version_text
-from fastserve.repository.signature import build_signatures
 from fastserve.repository.triton_config.messages import config_schema
 from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import Version, missing_versions, policy_text, wanted_versions
 from fastserve.settings import RepositorySettings
+from fastserve.settings.config_files import read_text
 from fastserve.settings.model_options import TextOptions, check_listen
 from fastserve.settings.text_proto import parse_text
-from fastserve.settings.yaml_text import read_text
 from fastserve.tensor import TensorSpec
 from fastserve.workers.remote.keys import MISSING_ZMQ, read_key
 from fastserve.workers.remote.placer_process import NOT_GIVEN, find_shortages

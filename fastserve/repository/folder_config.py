@@ -28,8 +28,7 @@ from fastserve.repository.triton_config.reading import (
     to_model_config,
 )
 from fastserve.settings import convert
-from fastserve.settings.confined_file import read_confined
-from fastserve.settings.yaml_text import read_yaml
+from fastserve.settings.config_files import read_confined, read_yaml
 
 CONFIG_FILE = "model.yaml"
 

@@ -22,10 +22,10 @@ from msgspec import Meta
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, TensorConfig
 from fastserve.settings import convert
+from fastserve.settings.config_files import parse_yaml, read_text
 from fastserve.settings.grps import FILE as SERVER_FILE
 from fastserve.settings.grps import ServerFile, read_server_file
 from fastserve.settings.model_options import EnsembleOptions, EnsembleStep, Options
-from fastserve.settings.yaml_text import parse_yaml, read_text
 
 FILE = "inference.yml"
 CONF = "conf"

@@ -17,7 +17,7 @@ from fastserve.backends.registry import BACKENDS, find_backend
 from fastserve.errors import ConfigError
 from fastserve.repository.folder_config import CONFIG_FILE, foreign_file_text, holds_text
 from fastserve.repository.layout import MODEL_FILES, is_model_name
-from fastserve.repository.triton_config.onnx_graph import read_onnx_graph
+from fastserve.repository.triton_config.completion import read_onnx_graph
 from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import version_number
 from fastserve.settings import ModelEntry

@@ -14,8 +14,14 @@ from typing import Any, Generic, TypeVar
 
 from fastserve.codec.generation import Info
 from fastserve.errors import ServeError
-from fastserve.repository.model_config import ModelConfig, build_specs, with_streams
-from fastserve.repository.signature import Signature, build_signatures, with_signatures
+from fastserve.repository.model_config import (
+    ModelConfig,
+    Signature,
+    build_signatures,
+    build_specs,
+    with_signatures,
+    with_streams,
+)
 from fastserve.repository.triton_config.reading import amend, with_tensors
 from fastserve.settings import VersionPolicy
 from fastserve.tensor import TensorSpec

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from fastserve._ext.shared_metrics import KIND_GAUGE_SUM, Gauge, Section, file_bytes, lay_out
 from fastserve.net.key_usage import KeyShare
 from fastserve.serving.replication import Content, ReplicatedPart, StateRecord
+from fastserve.util.memory import make_shared_file, map_shared_file
 from fastserve.util.rate_limited_log import RateLimitedLog
-from fastserve.util.shared_file import make_shared_file, map_shared_file
 
 log = logging.getLogger(__name__)
 MOST_KEYS = 2048

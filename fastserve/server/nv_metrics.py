@@ -33,8 +33,8 @@ from fastserve.metrics.exposition import (
     write_labels,
     write_summary,
 )
-from fastserve.metrics.quantiles import SpreadWindow, quantiles_ns
 from fastserve.metrics.readiness import MachineUsage
+from fastserve.metrics.registry import SpreadWindow, quantiles_ns
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Version
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState

@@ -39,7 +39,7 @@ from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.tensor import KSERVE_NAME, Tensor
-from fastserve.util.shared_file import make_shared_file, map_shared_file
+from fastserve.util.memory import make_shared_file, map_shared_file
 
 log = logging.getLogger(__name__)
 

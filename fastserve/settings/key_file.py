@@ -129,7 +129,7 @@ def read_expiry(text: str, now: datetime) -> str:
 
 def read_keys(path: Path) -> KeyFile:
     """Read a file of keys. Raises ConfigError, which shows no hash."""
-    from fastserve.settings.yaml_text import read_yaml
+    from fastserve.settings.config_files import read_yaml
 
     try:
         tree = read_yaml(path, path.name)

@@ -422,7 +422,9 @@ def load_settings(
     Values of both may be text, as flags are; a list is then split at commas.
     Raises ConfigError naming field, value and what is allowed.
     """
-    from fastserve.settings.yaml_text import read_yaml  # workers, which have settings too, start 25 ms sooner
+    from fastserve.settings.config_files import (
+        read_yaml,  # workers, which have settings too, start 25 ms sooner
+    )
 
     origin = file.name if file else "settings"
     tree = read_yaml(file, origin) if file else {}

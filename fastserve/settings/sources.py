@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from fastserve.errors import ConfigError
+from fastserve.settings.config_files import read_yaml
 from fastserve.settings.fields import ConfigField, convert, list_fields
 from fastserve.settings.server_settings import (
     LISTENER_FIELDS,
@@ -28,7 +29,6 @@ from fastserve.settings.server_settings import (
     names_file,
     parse_listener,
 )
-from fastserve.settings.yaml_text import read_yaml
 
 PREFIX = "FASTSERVE_"
 CONFIG_VARIABLE = "FASTSERVE_CONFIG"  # the file of settings, as --config

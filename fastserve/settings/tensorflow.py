@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastserve.errors import ConfigError
+from fastserve.settings.config_files import read_text
 from fastserve.settings.fields import BOOLS, fault_text, unbuilt_fault
 from fastserve.settings.server_settings import PEM
 from fastserve.settings.text_proto import TextField, parse_text
-from fastserve.settings.yaml_text import read_text
 
 Overrides = dict[str, Any]  # dotted path of a setting -> value
 Read = TypeVar("Read")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
-from fastserve.metrics.quantiles import (
+from fastserve.metrics.registry import (
     BUCKETS,
     SpreadWindow,
     bucket_of,

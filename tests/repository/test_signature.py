@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastserve.errors import ConfigError
-from fastserve.repository.model_config import build_specs, parse_model_config
-from fastserve.repository.signature import build_signatures
+from fastserve.repository.model_config import build_signatures, build_specs, parse_model_config
 from fastserve.repository.version import Version
 from tests.repository.folders import BASE
 

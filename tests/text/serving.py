@@ -19,7 +19,7 @@ from fastserve.metrics.registry import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version, VersionState
-from fastserve.settings.yaml_text import read_yaml
+from fastserve.settings.config_files import read_yaml
 
 uvloop.run(asyncio.sleep(0))  # libuv opens a pipe with the process's first loop, for good
 RIGS = Path(__file__).parent / "rigs"

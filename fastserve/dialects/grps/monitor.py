@@ -4,7 +4,7 @@
 
 Taken once a second by the owner of the models, from the first look at the page on, out of what every dialect
 counts: all front processes are in them, and each shows what the owner has. Latencies are counted in buckets
-(metrics.quantiles), so that the largest and the spread over the last minute are within 3 %.
+(SpreadWindow), so that the largest and the spread over the last minute are within 3 %.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from fastserve.metrics import Metric, names
-from fastserve.metrics.quantiles import BUCKETS, SpreadWindow, bucket_of, middle_ns, quantiles_ns
-from fastserve.metrics.registry import Registry
+from fastserve.metrics.registry import BUCKETS, Registry, SpreadWindow, bucket_of, middle_ns, quantiles_ns
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState
 
 if TYPE_CHECKING:

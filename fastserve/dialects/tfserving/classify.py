@@ -23,7 +23,7 @@ from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import RestRequest, TFServingService, find_signature, find_version
 from fastserve.errors import invalid
 from fastserve.net.request import Call
-from fastserve.repository.signature import Signature
+from fastserve.repository.model_config import Signature
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.slow_path import answer_slowly
 from fastserve.tensor import DTYPES, Tensor

@@ -29,7 +29,7 @@ from fastserve.dialects.tfserving.json_body import (
     read_signature_name,
 )
 from fastserve.errors import invalid
-from fastserve.repository.signature import Signature
+from fastserve.repository.model_config import Signature
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from fastserve.dialects.tfserving.service import TFServingService, find_model, r
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.net.grpc import AwaitedExchange, Rpc
 from fastserve.protos import load
-from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
+from fastserve.repository.model_config import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import RpcExchange, deadline_of

@@ -15,7 +15,7 @@ from fastserve.dialects.tfserving.routes import Target
 from fastserve.errors import Kind, ServeError
 from fastserve.protos.text import quote
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.signature import Signature
+from fastserve.repository.model_config import Signature
 from fastserve.repository.version import Version
 from fastserve.tensor import TensorSpec
 

@@ -22,7 +22,7 @@ from fastserve.codec.json_text import to_bytes
 from fastserve.engine import counters_of
 from fastserve.errors import ServeError
 from fastserve.metrics import Metric, Registry
-from fastserve.metrics.quantiles import middle_ns
+from fastserve.metrics.registry import middle_ns
 from fastserve.repository.model_config import round_up
 from fastserve.repository.version import Version, VersionState
 from fastserve.serving.dialect import ServingContext
@@ -194,7 +194,7 @@ POOL = "batch_threads"
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Runs by rows and by rows after filling up; requests by how long they waited (metrics.quantiles)."""
+    """Runs by rows and by rows after filling up; requests by how long they waited (SpreadWindow)."""
 
     runs: Counter[tuple[int, int]] = field(default_factory=Counter)
     waits: Counter[int] = field(default_factory=Counter)

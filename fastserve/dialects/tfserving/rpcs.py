@@ -40,7 +40,7 @@ from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.net.grpc import AwaitedExchange, Method, Rpc
 from fastserve.protos import load
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
+from fastserve.repository.model_config import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.exchange import deadline_of

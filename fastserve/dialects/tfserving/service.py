@@ -25,7 +25,7 @@ from fastserve.net.limits import JSON
 from fastserve.net.request import Call
 from fastserve.net.router import CANONICAL_STATUS, fault_headers
 from fastserve.repository.catalog import Catalog
-from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
+from fastserve.repository.model_config import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.fast_path import PerVersion

@@ -38,7 +38,7 @@ from fastserve.net.access_control import NOTHING, Scope
 from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Route, Yields
 from fastserve.protos import load
-from fastserve.repository.signature import DEFAULT_SIGNATURE, Signature
+from fastserve.repository.model_config import DEFAULT_SIGNATURE, Signature
 from fastserve.repository.version import Version, VersionState
 from fastserve.request import Recorded
 from fastserve.serving.api_operations import (

@@ -23,11 +23,11 @@ from fastserve.dialects.tfserving.rpcs import check_tasks, read_input
 from fastserve.dialects.tfserving.service import find_signature
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.protos import load
-from fastserve.repository.signature import Signature
+from fastserve.repository.model_config import Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Recorded
 from fastserve.settings import Settings
-from fastserve.settings.confined_file import open_confined
+from fastserve.settings.config_files import open_confined
 
 FILE = "assets.extra/tf_serving_warmup_requests"
 FILE_BYTES = 1 << 28

@@ -36,7 +36,7 @@ from fastserve.engine.engine import Engine, Scheduler, find_scheduler
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse, by_name
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
-from fastserve.util.shared_file import make_shared_file, map_shared_file
+from fastserve.util.memory import make_shared_file, map_shared_file
 
 __all__ = [
     "ENTRY_BYTES",

@@ -57,6 +57,7 @@ from fastserve.repository.triton_config.validation import (
     refusals,
 )
 from fastserve.settings import DEFAULT_POLICY, PolicyChoice, VersionPolicy, convert
+from fastserve.settings.config_files import read_text
 from fastserve.settings.model_options import (
     EnsembleOptions,
     EnsembleStep,
@@ -73,7 +74,6 @@ from fastserve.settings.model_options import (
     SessionOptions,
 )
 from fastserve.settings.text_proto import parse_text
-from fastserve.settings.yaml_text import read_text
 from fastserve.tensor import DTYPES, TensorSpec
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from fastserve.dialects.tfserving.json_body import read_document, read_tensors
 from fastserve.dialects.tfserving.service import SignatureViews
 from fastserve.errors import ServeError
 from fastserve.net.router import CANONICAL_STATUS
-from fastserve.repository.model_config import parse_model_config
-from fastserve.repository.signature import Signature
+from fastserve.repository.model_config import Signature, parse_model_config
 from fastserve.repository.version import Version
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 from tests.dialects.tfserving.deviations import is_deviation

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve.repository.triton_config.onnx_graph import read_onnx_graph
+from fastserve.repository.triton_config.completion import read_onnx_graph
 from tests.effort import examples
 
 onnx = pytest.importorskip("onnx")
