@@ -30,21 +30,22 @@ from fastserve.workers.remote.keys import KeyGate, SideKey, import_zmq, secure_s
 from fastserve.workers.remote.protocol import (
     COPIED_BYTES,
     PROTOCOL,
+    MOST_JOINED,
     Failure,
     FileRequest,
     Go,
-    Header,
     Hello,
     LoadedModel,
     MessageKind,
     ProtocolFault,
     Welcome,
+    WireMessage,
     Words,
     pack_message,
     read_body,
-    read_header,
+    read_messages,
     read_protocol,
-    receive_parts,
+    receive_frames,
 )
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ MOST_PEERS = 1024
 MOST_STRANGERS = 64  # peers that have not said which version they have loaded
 QUEUED_MESSAGES = 64  # of one peer, in either direction
 SPARE_BYTES = 1 << 20  # of a message besides its tensors
+MOST_RECEIVED = 256  # messages of a turn: who sends without end keeps nobody's heartbeat
+RARELY_S = 0.02  # between two looks at the sockets of which little is heard, while batches come and go
 GO_AFTER_S = 10.0  # after the first worker, a version does without those that are still missing
 
 
@@ -96,12 +99,14 @@ class RemotePeer:
     run_s: float = 0.0  # of a batch, on average of the last ones
     batches: int = 0
     flights: dict[int, RemoteBatch] = field(default_factory=dict)
+    joined: list[bytes] = field(default_factory=list)  # messages that leave in one frame
+    joined_bytes: int = 0
 
 
 class WorkerConnections:
     """The listening socket of one version's remote workers, and the workers behind it.
 
-    `welcome` is what a worker is to load. `on_answer(peer, header, frames)` gets an answer of a READY peer,
+    `welcome` is what a worker is to load. `on_answer(peer, message)` gets an answer of a READY peer,
     `on_ready(peer)` and `on_lost(peer, reason)` each at most once for a peer; none of them may call `turn`.
     """
 
@@ -116,8 +121,10 @@ class WorkerConnections:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.peers: dict[bytes, RemotePeer] = {}
+        self.ready: list[RemotePeer] = []  # those that take batches
+        self.quiet = False  # nothing has arrived since the last turn; sending may have silenced `descriptors`
         self.failure: ServeError | None = None  # of the last worker whose load failed
-        self.on_answer: Callable[[RemotePeer, Header, Sequence[Any]], None] = lambda *_: None
+        self.on_answer: Callable[[RemotePeer, WireMessage], None] = lambda *_: None
         self.on_ready: Callable[[RemotePeer], None] = lambda _: None
         self.on_lost: Callable[[RemotePeer, str], None] = lambda *_: None
         self._zmq = import_zmq()
@@ -126,8 +133,10 @@ class WorkerConnections:
         self._instances = itertools.count()
         self._log = RateLimitedLog(log)
         self._beat_s = welcome.heartbeat_s
-        self._next_beat_s = 0.0
-        self._events, self._incoming = self._zmq.EVENTS, self._zmq.POLLIN
+        self._next_beat_s = self._next_look_s = 0.0
+        self._no_wait, self._nothing = int(self._zmq.NOBLOCK), self._zmq.Again
+        self._sending_more = int(self._zmq.NOBLOCK | self._zmq.SNDMORE)
+        self._joining: list[RemotePeer] = []
         self._context = self._zmq.Context()
         self._gate: KeyGate | None = None
         self._monitor: Any = None
@@ -170,40 +179,43 @@ class WorkerConnections:
         )
 
     def descriptors(self) -> list[int]:
-        """Return descriptors that are readable when `turn` may have something to do; edge-triggered."""
+        """Return descriptors that are readable when `turn` may have something to do; edge-triggered. Of all
+        but the first little is heard: for those, `turn` is to be told."""
         sockets = [self._socket, self._monitor, *([self._gate.socket] if self._gate is not None else [])]
         return [socket.getsockopt(self._zmq.FD) for socket in sockets]
-
-    @property
-    def ready(self) -> list[RemotePeer]:
-        """The workers that take batches."""
-        return [peer for peer in self.peers.values() if peer.state is PeerState.READY]
 
     @property
     def loaded(self) -> list[RemotePeer]:
         """The workers that have loaded the version."""
         return [peer for peer in self.peers.values() if peer.model is not None]
 
-    def turn(self) -> bool:
-        """Receive everything that has arrived, and send heartbeats that are due; returns whether anything was
-        received."""
-        if self._gate is not None:
-            for address in self._gate.turn():
-                self._log.warn(
-                    "a worker from %s was turned away: its key is not the one of this server", address
-                )
-        came = False
-        while self._socket.getsockopt(self._events) & self._incoming:
-            came = True
-            identity = self._socket.recv(self._zmq.NOBLOCK)
-            more = self._socket.getsockopt(self._zmq.RCVMORE)
-            parts = receive_parts(self._socket, self._zmq.NOBLOCK, self._zmq.RCVMORE) if more else []
-            self._receive(identity, parts)
+    def turn(self, *, rare: bool = True) -> None:
+        """Receive what has arrived, and send heartbeats that are due. Without `rare` it may leave for RARELY_S
+        what is neither of a worker nor of batches."""
+        self._receive_all()
         now = self._clock()
-        if self._gone() or now >= self._next_beat_s:
+        if rare or now >= self._next_look_s:
+            self._next_look_s = now + RARELY_S
+            if self._gate is not None:
+                for address in self._gate.turn():
+                    self._log.warn(
+                        "a worker from %s was turned away: its key is not the one of this server", address
+                    )
+            if self._gone():
+                self._next_beat_s = now
+        if now >= self._next_beat_s:
             self._next_beat_s = now + self._beat_s
             self._beat(now)
-        return came
+
+    def _receive_all(self) -> None:
+        for _ in range(MOST_RECEIVED):
+            try:
+                identity = self._socket.recv(self._no_wait)
+            except self._nothing:
+                self.quiet = True
+                return
+            self._receive(identity, receive_frames(self._socket, self._no_wait))
+        self.quiet = False
 
     def wait(self, timeout_s: float, *others: int) -> None:
         """Wait until `turn` may have something to do, or one of the `others` can be read."""
@@ -214,25 +226,49 @@ class WorkerConnections:
         poller.poll(max(0, min(timeout_s, self._next_beat_s - self._clock())) * 1000)
 
     @property
-    def quiet(self) -> bool:
-        """Whether nothing has arrived since the last turn; asked before a wait for `descriptors`, which
-        sending may have reset."""
-        if self._gate is not None and self._gate.socket.getsockopt(self._events) & self._incoming:
-            return False
-        mine, of_monitor = self._socket.getsockopt(self._events), self._monitor.getsockopt(self._events)
-        return not (mine | of_monitor) & self._incoming
-
-    @property
     def next_beat_s(self) -> float:
         """When `turn` is to be called at the latest, by the clock."""
         return self._next_beat_s
 
     def send(self, peer: RemotePeer, frames: Sequence[Any]) -> bool:
-        """Send a message; memory of `frames` must stay until it was answered, or the connection is closed.
-        Returns False, and the peer is lost, where its connection has ended."""
-        small = sum(map(len, frames)) < COPIED_BYTES
+        """Send a message, after those that were joined; memory of `frames` must stay until it was answered, or
+        the connection is closed. Returns False, and the peer is lost, where its connection has ended."""
+        if peer.joined and not self._send_joined(peer):
+            return False
+        return self._send_frames(peer, frames)
+
+    def join(self, peer: RemotePeer, message: WireMessage) -> None:
+        """Send a message with others, by `flush` at the latest. Memory of its parts must stay until it was
+        answered, or the connection is closed."""
+        frames = message.pack()
+        if len(frames) > 1:
+            self.send(peer, frames)
+            return
+        if not peer.joined:
+            self._joining.append(peer)
+        peer.joined += frames
+        peer.joined_bytes += len(frames[0])
+        if peer.joined_bytes >= COPIED_BYTES or len(peer.joined) == MOST_JOINED:
+            self._send_joined(peer)
+
+    def flush(self) -> None:
+        """Send what was joined."""
+        while self._joining:
+            peer = self._joining.pop()
+            if peer.joined:
+                self._send_joined(peer)
+
+    def _send_joined(self, peer: RemotePeer) -> bool:
+        joined, peer.joined, peer.joined_bytes = peer.joined, [], 0
+        return self._send_frames(peer, [b"".join(joined)])
+
+    def _send_frames(self, peer: RemotePeer, frames: Sequence[Any]) -> bool:
+        socket, last, self.quiet = self._socket, len(frames) - 1, False
         try:
-            self._socket.send_multipart([peer.identity, *frames], self._zmq.NOBLOCK, copy=small)
+            socket.send(peer.identity, self._sending_more)
+            for number, frame in enumerate(frames):
+                flags = self._sending_more if number < last else self._no_wait
+                socket.send(frame, flags, copy=not last)
             return True
         except self._zmq.ZMQError as error:
             full = error.errno == self._zmq.EAGAIN
@@ -243,6 +279,8 @@ class WorkerConnections:
         """End a peer: what comes of it later is refused."""
         if self.peers.pop(peer.identity, None) is None:
             return
+        self._count_ready()
+        peer.joined, peer.joined_bytes = [], 0
         expected = peer.state in (PeerState.LOADING, PeerState.RETIRING)
         log.log(
             logging.INFO if expected else logging.WARNING, "remote worker %s is lost: %s", peer.name, reason
@@ -253,6 +291,7 @@ class WorkerConnections:
     def retire(self, peer: RemotePeer) -> None:
         """Give a peer no more batches, and end it once it has none."""
         peer.state = PeerState.RETIRING
+        self._count_ready()
         if not peer.flights:
             self.drop(peer, PeerState.RETIRING.value)
 
@@ -270,6 +309,7 @@ class WorkerConnections:
         for identity in list(self.peers):
             self._reply(identity, MessageKind.BYE, Words("the version has ended, or its runner has"))
         self.peers.clear()
+        self.ready.clear()
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -278,13 +318,18 @@ class WorkerConnections:
             self._gate.close()
         self._context.term()
 
+    def _count_ready(self) -> None:
+        self.ready = [peer for peer in self.peers.values() if peer.state is PeerState.READY]
+
     def _gone(self) -> bool:
-        """Return whether any connection has ended since the last turn."""
+        """Return whether any connection has ended since the last look."""
         found = False
-        while self._monitor.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
-            self._monitor.recv_multipart()
+        while True:
+            try:
+                self._monitor.recv_multipart(self._no_wait)
+            except self._nothing:
+                return found
             found = True
-        return found
 
     def _beat(self, now: float) -> None:
         """A PING finds out whose connection has ended; those with nothing to do owe an answer."""
@@ -299,20 +344,18 @@ class WorkerConnections:
             else:
                 self.send(peer, ping)
 
-    def _receive(self, identity: bytes, parts: Sequence[Any]) -> None:
+    def _receive(self, identity: bytes, frames: Sequence[Any]) -> None:
         peer = self.peers.get(identity)
         try:
-            if not parts:
-                raise ProtocolFault("a message without frames")
             if peer is None:
-                self._meet(identity, parts)
+                self._meet(identity, frames)
                 return
             peer.heard_s = self._clock()
-            header = read_header(parts[0])
-            if header.kind is MessageKind.ANSWER and peer.state in AT_WORK:
-                self.on_answer(peer, header, parts)
-            else:
-                self._answer(peer, header, parts)
+            for message in read_messages(frames):
+                if message.kind is MessageKind.ANSWER and peer.state in AT_WORK:
+                    self.on_answer(peer, message)
+                elif peer.identity in self.peers:  # and was not given up for one of these messages
+                    self._answer(peer, message)
         except ProtocolFault as fault:
             self._log.warn(
                 "remote worker %s sent %s", "of no name" if peer is None else peer.name, str(fault)
@@ -322,18 +365,18 @@ class WorkerConnections:
             else:
                 self._reply(identity, MessageKind.REFUSED, Words(f"you sent {fault}"))
 
-    def _meet(self, identity: bytes, parts: Sequence[Any]) -> None:
+    def _meet(self, identity: bytes, frames: Sequence[Any]) -> None:
         """Read the first message of a connection."""
-        spoken = read_protocol(parts[0])
+        spoken = read_protocol(frames[0])
         if spoken and spoken != PROTOCOL:
             raise ProtocolFault(
                 f"protocol {spoken}, and {PROTOCOL} is spoken here: install one fastserve on both"
             )
-        header = read_header(parts[0])
-        if header.kind is not MessageKind.HELLO:  # of a worker whose connection was taken for lost, say
+        greeting, *_ = read_messages(frames)
+        if greeting.kind is not MessageKind.HELLO:  # of a worker whose connection was taken for lost, say
             self._reply(identity, MessageKind.BYE, Words("this connection is not known, or was given up"))
             return
-        hello = read_body(parts, Hello)
+        hello = read_body(greeting, Hello)
         if hello.fastserve != fastserve.__version__:
             text = f"it is fastserve {hello.fastserve}, and {fastserve.__version__} serves: install the same"
             raise ProtocolFault(f"a greeting: {text}")
@@ -351,22 +394,23 @@ class WorkerConnections:
             peer, pack_message(MessageKind.WELCOME, msgspec.structs.replace(self._welcome, instance=instance))
         )
 
-    def _answer(self, peer: RemotePeer, header: Header, parts: Sequence[Any]) -> None:
-        kind = header.kind
+    def _answer(self, peer: RemotePeer, message: WireMessage) -> None:
+        kind = message.kind
         if kind is MessageKind.PONG:
             return
         if kind is MessageKind.FETCH and peer.state is PeerState.LOADING and self._files is not None:
-            self._send_file(peer, read_body(parts, FileRequest), self._files)
+            self._send_file(peer, read_body(message, FileRequest), self._files)
         elif kind is MessageKind.LOADED and peer.state is PeerState.LOADING:
-            peer.model, peer.state = read_body(parts, LoadedModel), PeerState.LOADED
+            peer.model, peer.state = read_body(message, LoadedModel), PeerState.LOADED
             if self._dense is not None:
                 self._warm_up(peer)
         elif kind is MessageKind.READY and peer.state is PeerState.WARMING:
             peer.state = PeerState.READY
+            self._count_ready()
             log.info("remote worker %s is ready", peer.name)
             self.on_ready(peer)
         elif kind is MessageKind.FAILED:
-            failed = read_body(parts, Failure)
+            failed = read_body(message, Failure)
             found = Kind(failed.kind) if failed.kind in Kind._value2member_map_ else Kind.INTERNAL
             self.failure = ServeError(found, failed.message)
             log.error(
@@ -396,10 +440,11 @@ class WorkerConnections:
         except OSError as error:
             log.error("a file of the version cannot be read: %s", error.strerror)
             data = b""
-        self.send(peer, [Header(MessageKind.DATA, parts=1, nbytes=len(data)).pack(), data])
+        self.send(peer, WireMessage(MessageKind.DATA, parts=(data,)).pack())
 
     def _reply(self, identity: bytes, kind: MessageKind, words: Words) -> None:
         """Send words to a peer that may be gone."""
+        self.quiet = False
         try:
             self._socket.send_multipart([identity, *pack_message(kind, words)], self._zmq.NOBLOCK)
         except self._zmq.ZMQError:

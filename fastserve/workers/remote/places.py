@@ -207,13 +207,18 @@ class WorkerPlaces:
         """How many workers the version is to have."""
         return self._policy.wanted
 
+    @property
+    def due(self) -> bool:
+        """Whether `turn` is due by the clock."""
+        return self._clock() >= self._looked_s + LOOK_S
+
     def turn(self, queue_s: Callable[[], float]) -> None:
         """Take what the placer says, and start and end workers. `queue_s` returns how long the rows that wait
         will take. Raises PlacerGone."""
         while (message := self._link.receive()) is not None:
             self._take(message)
         now = self._clock()
-        if now < self._looked_s + LOOK_S:
+        if not self.due:
             return
         self._match(now)
         ready, waits_s = self._connections.ready, queue_s()

@@ -11,18 +11,20 @@
       | --- PING                     PONG --------------->|
       | --- BYE {reason} -------------------------------->|      start over with HELLO, or end
 
-A message is a header of 48 bytes and parts behind it, one frame each. Bodies of rare messages are JSON;
-tensors lie in frames of their own as they lie in the arena. Nothing is pickled.
+A message is a header of 48 bytes, a table, the lengths of its parts, and the parts. Bodies of rare messages
+are a part of JSON; tensors lie in their parts as they lie in the arena. Nothing is pickled.
 
     magic 4 | protocol 2 | kind 2 | batch 8 | rows 4 | entries 4 | word 4 | parts 4 | bytes 8 | ran_ns 8
-    BATCH    header | table: entries x (first row, rows) | a column each, or a slab for each entry
-    ANSWER   header | table: entries x (first row, status) | columns | a text for each entry      of columns
-             header | table: entries x (first row, status) | a slab or a text for each entry      of slabs
-             header, word: status | text                                              the batch failed
+    table: entries x 2 x 4 | lengths: parts x 8
+    BATCH    table: (first row, rows)     parts: a column each, or a slab for each entry
+    ANSWER   table: (first row, status)   parts: columns, then a text for each entry      of columns
+             table: (first row, status)   parts: a slab or a text for each entry          of slabs
+             word: status                 part: text                                      the batch failed
 
-`word` is the milliseconds that a batch has, or the status of an answer; `bytes` are those of all parts
-behind the
-table. The number of a batch has the low half of its slot's generation, the slot, and how often it was sent.
+`word` is the milliseconds that a batch has, or the status of an answer. The number of a batch has the low
+half of its slot's generation, the slot, and how often it was sent. Large parts are frames of their own, which
+are not copied. Small messages lie in one frame with all they have, and one behind the other where several
+are sent at a time: under load a send, a wake-up of libzmq's thread and one of the other side's serve many.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 MAGIC = b"FSRW"
-PROTOCOL = 1
+PROTOCOL = 2
 _HEADER = struct.Struct("<4sHHQIIIIQQ")
 HEADER_BYTES = _HEADER.size
-ENTRY = struct.Struct("<II")
+_ENTRY_BYTES, _LENGTH_BYTES = 8, 8
 MOST_PARTS = 1 << 16
+MOST_JOINED = 64  # messages in one frame
 BODY_BYTES = 16 << 20  # of a JSON body: a model's config may have 20,000 class labels
 PIECE_BYTES = 1 << 20  # of a file in one message
-COPIED_BYTES = 65536  # a message up to this size is copied on its way into a socket and out of it
+COPIED_BYTES = 65536  # parts up to this size together are copied into their message's frame
 T = TypeVar("T")
 
 
@@ -70,50 +73,108 @@ class MessageKind(IntEnum):
     FAILED = 14
 
 
+_KINDS = {kind.value: kind for kind in MessageKind}  # an enum's own look-up takes a microsecond
+
+
 @dataclass(slots=True)
-class Header:
-    """The first frame of a message."""
+class WireMessage:
+    """One message. Parts that were received lie in the frames that brought them."""
 
     kind: MessageKind
     batch: int = 0
     rows: int = 0
-    entries: int = 0
     word: int = 0
-    parts: int = 0
-    nbytes: int = 0
     ran_ns: int = 0
+    table: Sequence[tuple[int, int]] = ()
+    parts: Sequence[Any] = ()
 
-    def pack(self) -> bytes:
-        """Return the frame."""
-        return _HEADER.pack(
-            *(MAGIC, PROTOCOL, self.kind, self.batch, self.rows, self.entries, self.word, self.parts),
-            *(self.nbytes, self.ran_ns),
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(map(len, self.parts))
+
+    def pack_head(self) -> bytes:
+        """Return all of the message but its parts."""
+        table, lengths = self.table, [len(part) for part in self.parts]
+        entries, parts = len(table), len(lengths)
+        head = _HEADER.pack(
+            *(MAGIC, PROTOCOL, self.kind, self.batch, self.rows, entries, self.word, parts),
+            *(sum(lengths), self.ran_ns),
         )
+        numbers = [number for entry in table for number in entry]
+        return head + struct.pack(f"<{2 * entries}I{parts}Q", *numbers, *lengths)
+
+    def pack(self) -> list[Any]:
+        """Return its frames."""
+        if self.nbytes < COPIED_BYTES:
+            return [b"".join((self.pack_head(), *self.parts))]
+        return [self.pack_head(), *self.parts]
 
 
-def read_header(frame: Any) -> Header:
-    """Read a message's first frame. Raises ProtocolFault."""
-    if len(frame) != HEADER_BYTES:
-        raise ProtocolFault(f"a header of {len(frame)} bytes instead of {HEADER_BYTES}")
-    magic, protocol, kind, batch, rows, entries, word, parts, nbytes, ran_ns = _HEADER.unpack(frame)
+def read_messages(frames: Sequence[Any]) -> list[WireMessage]:
+    """Read the messages that have come in these frames, one or more. Raises ProtocolFault."""
+    head, apart, at = frames[0], frames[1:], 0
+    found: list[WireMessage] = []
+    while at < len(head) or not found:
+        if len(found) == MOST_JOINED:
+            raise ProtocolFault(f"more than {MOST_JOINED} messages in one frame")
+        if len(head) - at < HEADER_BYTES:
+            raise ProtocolFault(f"a header of {len(head) - at} bytes instead of {HEADER_BYTES}")
+        fields = _HEADER.unpack_from(head, at)
+        _, _, kind, batch, rows, entries, word, parts, _, ran_ns = fields
+        _check_fields(fields)
+        at += HEADER_BYTES
+        behind = at + entries * _ENTRY_BYTES + parts * _LENGTH_BYTES
+        if behind > len(head):
+            raise ProtocolFault(f"a table of {entries} entries and {parts} lengths in {len(head) - at} bytes")
+        numbers = struct.unpack_from(f"<{2 * entries}I{parts}Q", head, at)
+        lengths = numbers[2 * entries :]
+        pieces, at = _read_parts(head, behind, lengths, apart)
+        if sum(lengths) != fields[8]:
+            raise ProtocolFault(f"{sum(lengths)} bytes of parts where {fields[8]} were announced")
+        table = list(zip(numbers[0 : 2 * entries : 2], numbers[1 : 2 * entries : 2], strict=True))
+        found.append(WireMessage(_KINDS[kind], batch, rows, word, ran_ns, table, pieces))
+    return found
+
+
+def _check_fields(fields: tuple[Any, ...]) -> None:
+    magic, protocol, kind, _, _, _, _, parts, _, _ = fields
     if magic != MAGIC:
         raise ProtocolFault("a message that does not begin as one of fastserve's")
     if protocol != PROTOCOL:
         raise ProtocolFault(f"a message of protocol {protocol}; protocol {PROTOCOL} is spoken here")
-    if kind not in MessageKind._value2member_map_:
+    if kind not in _KINDS:
         raise ProtocolFault(f"a message of unknown kind {kind}")
-    return Header(MessageKind(kind), batch, rows, entries, word, parts, nbytes, ran_ns)
+    if parts > MOST_PARTS:
+        raise ProtocolFault(f"a message of {parts} parts")
 
 
-def receive_parts(socket: Any, flags: int, more: int) -> list[Any]:
-    """Receive the frames of a message, header first. Raises what the socket raises when none is there. Frames
-    of small messages are copied, which costs less than to lend them; `more` is zmq.RCVMORE."""
-    parts = [socket.recv(flags)]
-    head = parts[0]
-    copy = len(head) != HEADER_BYTES or int.from_bytes(head[32:40], "little") < COPIED_BYTES
-    while socket.getsockopt(more):
-        parts.append(socket.recv(flags) if copy else socket.recv(flags, copy=False).buffer)
-    return parts
+def _read_parts(
+    head: Any, at: int, lengths: Sequence[int], apart: Sequence[Any]
+) -> tuple[Sequence[Any], int]:
+    """Return the parts of a message, whose head ends at `at`, and where it ends itself."""
+    if apart:
+        if at != len(head) or [len(part) for part in apart] != list(lengths):
+            raise ProtocolFault("frames of other lengths than were announced")
+        return apart, at
+    pieces = []
+    for length in lengths:
+        pieces.append(head[at : at + length])
+        at += length
+    if at > len(head):
+        raise ProtocolFault("a message that is cut off")
+    return pieces, at
+
+
+def receive_frames(socket: Any, flags: int) -> list[Any]:
+    """Receive the frames of a message, lent and not copied. Raises what the socket raises when none is
+    there."""
+    frame = socket.recv(flags, copy=False)
+    frames = [frame.buffer]
+    while frame.more:
+        frame = socket.recv(flags, copy=False)
+        frames.append(frame.buffer)
+    return frames
 
 
 def read_protocol(frame: Any) -> int:
@@ -189,40 +250,19 @@ class Words(msgspec.Struct):
     reason: Annotated[str, msgspec.Meta(max_length=65536)]
 
 
-def pack_message(kind: MessageKind, body: msgspec.Struct | None = None) -> list[bytes]:
+def pack_message(kind: MessageKind, body: msgspec.Struct | None = None) -> list[Any]:
     """Return the frames of a message that is not about a batch."""
-    if body is None:
-        return [Header(kind).pack()]
-    data = msgspec.json.encode(body)
-    return [Header(kind, parts=1, nbytes=len(data)).pack(), data]
+    return WireMessage(kind, parts=() if body is None else (msgspec.json.encode(body),)).pack()
 
 
-def read_body(frames: Sequence[Any], kind: type[T]) -> T:
-    """Read the JSON body behind a header. Raises ProtocolFault."""
-    if len(frames) != 2 or len(frames[1]) > BODY_BYTES:
+def read_body(message: WireMessage, kind: type[T]) -> T:
+    """Read the JSON body of a message. Raises ProtocolFault."""
+    if len(message.parts) != 1 or len(message.parts[0]) > BODY_BYTES:
         raise ProtocolFault("a message without its body, or with a body that is too long")
     try:
-        return msgspec.json.decode(bytes(frames[1]), type=kind)
+        return msgspec.json.decode(bytes(message.parts[0]), type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
         raise ProtocolFault(f"a body that is no {kind.__name__}") from fault
-
-
-def read_table(header: Header, frames: Sequence[Any]) -> list[tuple[int, int]]:
-    """Read the table of a BATCH or an ANSWER, having checked the number of its frames and their bytes. Raises
-    ProtocolFault."""
-    if header.parts > MOST_PARTS or len(frames) != 2 + header.parts:
-        raise ProtocolFault(f"{len(frames)} frames where {2 + header.parts} were announced")
-    if len(frames[1]) != header.entries * ENTRY.size:
-        raise ProtocolFault(f"a table of {len(frames[1])} bytes for {header.entries} entries")
-    nbytes = sum(map(len, frames[2:]))
-    if nbytes != header.nbytes:
-        raise ProtocolFault(f"{nbytes} bytes of parts where {header.nbytes} were announced")
-    return [(first, second) for first, second in ENTRY.iter_unpack(frames[1])]
-
-
-def pack_table(entries: Sequence[tuple[int, int]]) -> bytes:
-    """Return the table's frame."""
-    return b"".join(ENTRY.pack(first, second) for first, second in entries)
 
 
 def batch_number(generation: int, slot: int, attempt: int) -> int:

@@ -16,12 +16,10 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
@@ -29,9 +27,9 @@ from fastserve.errors import Kind, Reason, ServeError, pack_status
 from fastserve.settings.model_options import RayPlacement, is_loopback, may_isolate, read_address, read_links
 from fastserve.util.memory import gc_freeze
 from fastserve.workers.arena import Arena
-from fastserve.workers.arrays import NUMPY
 from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.group import Backoff
+from fastserve.workers.loop import CONTROL_SPOKE
 from fastserve.workers.remote.connections import (
     AT_WORK,
     GO_AFTER_S,
@@ -51,13 +49,11 @@ from fastserve.workers.remote.places import (
     WorkerPlaces,
 )
 from fastserve.workers.remote.protocol import (
-    Header,
     MessageKind,
     ProtocolFault,
     Welcome,
+    WireMessage,
     batch_number,
-    pack_table,
-    read_table,
     sendable_config,
 )
 
@@ -71,14 +67,18 @@ MOST_ATTEMPTS = 2
 LOST = pack_status(Kind.UNAVAILABLE, Reason.WORKER_LOST)
 DIED = "the worker process that ran this request died"
 LATE = "the worker process that ran this request was ended: a batch ran longer than run_timeout_ms {}"
-# A batch that waits at a worker's side hides the way there, and waits behind one queue more: worth it only
-# where a batch takes no longer than the way.
-SHORT_S, ALONE_S = 0.0005, 0.002
+# Batches that wait at a worker's side hide the way there, and wait behind one queue more: worth it only as far
+# as they take no longer than the way.
+AHEAD_S, MOST_AHEAD = 0.002, 16
+# From so many batches at a worker on, another is taken once it is full: those it has hide the way, and rows
+# that wait meanwhile make one batch, as they do while a local worker is busy.
+FEW = 2
+LATE_S = 0.01  # between two looks for batches that have run too long
 SLICE_S = 0.5
 REPORT_S = 1.0
 RATE_S = 1.0  # of a measurement of the rows a second
 EVERYWHERE = ("0.0.0.0", "[::]", "*")
-Columns = list["np.ndarray[Any, Any]"]
+Span = tuple[int, int]  # where a column begins in the arena, and the bytes of a row
 
 
 class LastWorkerLost(Exception):
@@ -125,11 +125,12 @@ class RemoteVersion:
         self.inputs, self.outputs = read_specs(model.inputs), read_specs(model.outputs)
         self.signatures = model.signatures
 
-    def turn(self, queue_s: Callable[[], float] = lambda: 0.0) -> None:
+    def turn(self, queue_s: Callable[[], float] = lambda: 0.0, *, rare: bool = True) -> None:
         """Take what the workers say, and what Ray says of them; `queue_s` returns how long the rows that wait
-        will take. Raises LastWorkerLost where Ray's driver is gone, and all workers with it."""
-        self.connections.turn()
-        if self.places is not None:
+        will take. Raises LastWorkerLost where Ray's driver is gone, and all workers with it. `rare`: see
+        WorkerConnections."""
+        self.connections.turn(rare=rare)
+        if self.places is not None and (rare or self.places.due):
             try:
                 self.places.turn(queue_s)
             except PlacerGone as gone:
@@ -227,7 +228,7 @@ def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
 
 def _suitable(run_s: float) -> int:
     """Return how many batches a worker gets at a time whose batches take `run_s`."""
-    return 4 if run_s < SHORT_S else 2 if run_s < ALONE_S else 1
+    return MOST_AHEAD if run_s * MOST_AHEAD <= AHEAD_S else max(int(AHEAD_S / run_s), 1)
 
 
 class RemoteRunner:
@@ -243,8 +244,9 @@ class RemoteRunner:
         self._retries = may_isolate(config)
         self._limit_ms = int(config["run_timeout_ms"])
         self._again: deque[tuple[int, int]] = deque()  # (slot, attempt) of batches whose worker was lost
-        self._columns: dict[int, tuple[Columns, Columns]] = {}
-        self._report_s = 0.0
+        self._memory = memoryview(arena.memory)
+        self._columns: dict[int, tuple[list[Span], list[Span]]] = {}
+        self._report_s = self._late_s = 0.0
         self._rows, self._rows_per_s, self._rated_s = 0, 0.0, time.monotonic()
         self.flying = 0
         connections = self._connections
@@ -255,21 +257,37 @@ class RemoteRunner:
         """Whether a worker can have another batch."""
         return self._choose() is not None
 
-    def run(self, slot: int) -> bool:
-        """Send a batch that was taken; it is published when its answer has landed."""
-        if not self._ring.leases(slot, 1):
-            return False  # everybody left: publishing frees the slot
-        self._send(slot, 0)
-        return True
+    def take(self) -> bool:
+        """Send every batch that a worker can have now. Returns whether one can have the next, of any size."""
+        ring = self._ring
+        while (peer := self._choose()) is not None:
+            if len(peer.flights) >= FEW and ring.queued() < ring.max_rows:
+                break
+            slot = ring.take()
+            if slot < 0:
+                break
+            self.run(slot)
+        self._connections.flush()
+        return peer is not None and len(peer.flights) < FEW
 
-    def turn(self) -> None:
-        """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost."""
+    def run(self, slot: int) -> None:
+        """Send a batch that was taken, by the next flush; it is published when its answer has landed."""
+        if self._ring.leases(slot, 1):
+            self._send(slot, 0)
+        else:
+            self._ring.publish(slot)  # everybody left
+
+    def turn(self, *, rare: bool = True) -> None:
+        """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost. `rare`: see
+        WorkerConnections."""
+        self._model.turn(self._queue_s, rare=rare)
         now = time.monotonic()
-        self._model.turn(self._queue_s)
-        if self._limit_ms and self.flying:
+        if self._limit_ms and self.flying and now >= self._late_s:
+            self._late_s = now + LATE_S
             self._end_late(now)
         while self._again and self.room:
             self._send(*self._again.popleft())
+            self._connections.flush()
         if not self._connections.ready:
             raise LastWorkerLost("its last remote worker is lost")
         if now >= self._report_s:
@@ -291,14 +309,14 @@ class RemoteRunner:
         return self._ring.queued() / self._rows_per_s if self._rows_per_s else 0.0
 
     def _choose(self) -> RemotePeer | None:
-        best: RemotePeer | None = None
+        """Return the worker with the fewest batches, of those that have room."""
+        best, least = None, MOST_AHEAD
         for peer in self._connections.ready:
             flights = len(peer.flights)
-            most = self._in_flight or _suitable(peer.run_s)
-            if flights < most and (best is None or flights < len(best.flights)):
+            if flights < least and flights < (self._in_flight or _suitable(peer.run_s)):
                 if not flights:
                     return peer
-                best = peer
+                best, least = peer, flights
         return best
 
     def _send(self, slot: int, attempt: int) -> None:
@@ -310,75 +328,74 @@ class RemoteRunner:
         ring, now = self._ring, time.monotonic()
         number = batch_number(ring.seq(slot), slot, attempt)
         ring.start_run(slot)
+        if not peer.flights:
+            peer.head_s = now
         peer.flights[number] = RemoteBatch(number, slot, attempt, now)
         self.flying += 1
-        if len(peer.flights) == 1:
-            peer.head_s = now
-        self._connections.send(peer, self._pack(number, slot))
+        self._connections.join(peer, self._message(number, slot))
 
-    def _pack(self, number: int, slot: int) -> list[Any]:
+    def _message(self, number: int, slot: int) -> WireMessage:
         ring, rows = self._ring, self._ring.batch_rows(slot)
         leases = ring.leases(slot)
-        table = [(row, count) for row, count, _, _ in leases]
         if self._dense:
             inputs, _ = self._columns.get(slot) or self._open_slot(slot)
-            parts: list[Any] = [column[:rows].reshape(-1).data for column in inputs]
+            parts = [self._memory[at : at + rows * row_bytes] for at, row_bytes in inputs]
         else:
             parts = [ring.slab(offset, nbytes) if offset else b"" for _, _, offset, nbytes in leases]
-        nbytes = sum(map(len, parts))
-        header = Header(MessageKind.BATCH, number, rows, len(table), self._limit_ms, len(parts), nbytes)
-        return [header.pack(), pack_table(table), *parts]
+        table = [lease[:2] for lease in leases]
+        return WireMessage(MessageKind.BATCH, number, rows, self._limit_ms, 0, table, parts)
 
-    def _land(self, peer: RemotePeer, header: Header, frames: Sequence[Any]) -> None:
-        flight = peer.flights.get(header.batch)
+    def _land(self, peer: RemotePeer, message: WireMessage) -> None:
+        flight = peer.flights.get(message.batch)
         if flight is None:
             return  # of a batch that was given to somebody else meanwhile: late, and refused
-        slot = flight.slot
-        if header.batch >> 32 != self._ring.seq(slot) & 0xFFFF_FFFF:
+        slot, ring = flight.slot, self._ring
+        if message.batch >> 32 != ring.seq(slot) & 0xFFFF_FFFF:
             raise ProtocolFault("an answer to another generation of its slot")
-        self._take_answer(slot, header, frames)  # raises, and then it is still in flight and given back
-        del peer.flights[header.batch]
+        self._take_answer(slot, message)  # raises, and then it is still in flight and given back
+        del peer.flights[message.batch]
         self.flying -= 1
         now_ns = time.monotonic_ns()
-        ran_ns = min(header.ran_ns, now_ns - int(flight.sent_s * 1e9))
+        ran_ns = min(message.ran_ns, now_ns - int(flight.sent_s * 1e9))
         peer.run_s += (ran_ns / 1e9 - peer.run_s) / 8
         peer.batches += 1
         peer.head_s = now_ns / 1e9
-        self._rows += self._ring.batch_rows(slot)
-        self._ring.end_run(slot, now_ns - ran_ns, now_ns)
-        self._ring.publish(slot)
+        self._rows += ring.batch_rows(slot)
+        ring.end_run(slot, now_ns - ran_ns, now_ns)
+        ring.publish(slot)
 
-    def _take_answer(self, slot: int, header: Header, frames: Sequence[Any]) -> None:
+    def _take_answer(self, slot: int, message: WireMessage) -> None:
         """Check all of an answer, then write it. Raises ProtocolFault, and then nothing was written."""
-        table = read_table(header, frames)
-        if header.word:
-            if header.parts != 1:
+        table, parts = message.table, message.parts
+        if message.word:
+            if len(parts) != 1:
                 raise ProtocolFault("a failure without its text")
-            self._ring.fail(slot, header.word, bytes(frames[2]).decode("utf-8", "replace"))
+            self._ring.fail(slot, message.word, bytes(parts[0]).decode("utf-8", "replace"))
             return
-        leases = {row for row, _, _, _ in self._ring.leases(slot)}
         if self._dense:
-            self._take_columns(slot, table, frames[2:], leases)
+            self._take_columns(slot, table, parts)
             return
-        if len(table) != header.parts:
+        if len(table) != len(parts):
             raise ProtocolFault("an answer with slabs of another number than its requests")
-        for (row, status), part in zip(table, frames[2:], strict=True):
+        leases = {row for row, _, _, _ in self._ring.leases(slot)}
+        for (row, status), part in zip(table, parts, strict=True):
             if row in leases:
                 self._answer_lease(slot, row, status, part)
 
-    def _take_columns(
-        self, slot: int, table: Sequence[tuple[int, int]], parts: Sequence[Any], leases: set[int]
-    ) -> None:
+    def _take_columns(self, slot: int, table: Sequence[tuple[int, int]], parts: Sequence[Any]) -> None:
         rows = self._ring.batch_rows(slot)
         _, outputs = self._columns.get(slot) or self._open_slot(slot)
-        columns = parts[: len(outputs)]
         if len(parts) != len(outputs) + len(table):
             raise ProtocolFault("an answer with columns of another number than the model's outputs")
-        for column, part in zip(outputs, columns, strict=True):
-            if len(part) != column[:rows].nbytes:
-                raise ProtocolFault(f"a column of {len(part)} bytes instead of {column[:rows].nbytes}")
-        for column, part in zip(outputs, columns, strict=True):
-            column[:rows].reshape(-1).view(np.uint8)[:] = np.frombuffer(part, np.uint8)
+        columns = list(zip(outputs, parts[: len(outputs)], strict=True))
+        for (_, row_bytes), part in columns:
+            if len(part) != rows * row_bytes:
+                raise ProtocolFault(f"a column of {len(part)} bytes instead of {rows * row_bytes}")
+        for (at, _), part in columns:
+            self._memory[at : at + len(part)] = part
+        if not table:
+            return
+        leases = {row for row, _, _, _ in self._ring.leases(slot)}
         for (row, status), text in zip(table, parts[len(outputs) :], strict=True):
             if row in leases:
                 self._answer_lease(slot, row, status or Kind.INTERNAL.value, text)
@@ -418,21 +435,17 @@ class RemoteRunner:
                 self._fail(hung.slot, Kind.DEADLINE_EXCEEDED.value, LATE.format(self._limit_ms))
                 self._connections.drop(peer, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
 
-    def _open_slot(self, slot: int) -> tuple[Columns, Columns]:
-        made = [
-            [self._open_column(slot, n, spec, output=output) for n, spec in enumerate(specs.values())]
+    def _open_slot(self, slot: int) -> tuple[list[Span], list[Span]]:
+        spans = [
+            [self._ring.column_span(slot, number, output) for number in range(len(specs))]
             for specs, output in ((self._model.inputs, False), (self._model.outputs, True))
         ]
-        for column in made[0]:
-            column.flags.writeable = False
-        self._columns[slot] = made[0], made[1]
+        self._columns[slot] = spans[0], spans[1]
         return self._columns[slot]
 
-    def _open_column(self, slot: int, number: int, spec: TensorSpec, *, output: bool) -> np.ndarray[Any, Any]:
-        at, row_bytes = self._ring.column_span(slot, number, output)
-        rows = self._ring.max_rows
-        assert row_bytes == prod(spec.shape or ()) * NUMPY[spec.dtype.name].itemsize
-        return np.frombuffer(self._arena.memory, np.uint8, rows * row_bytes, at).reshape(rows, row_bytes)
+    def close(self) -> None:
+        """Let go of the arena's memory."""
+        self._memory.release()
 
     def _report(self) -> None:
         """Send the owner who the workers are, and what each has done since the last time."""
@@ -455,7 +468,7 @@ def serve_remote(
     """Join the arena, let the workers warm up, say ready, and send batches until told to stop. Raises
     LastWorkerLost."""
     arena, connections = Arena.join(message, fds), model.connections
-    watch = select.epoll()
+    watch, runner = select.epoll(), None
     try:
         placer = () if model.places is None else (model.places.fileno(),)
         for fd in (control.fileno(), *placer, *connections.descriptors()):
@@ -466,10 +479,12 @@ def serve_remote(
         _await_ready(model, len(connections.loaded))
         gc_freeze()
         control.send({"op": "ready"})
-        _send_batches(ring, runner, connections, watch, _Stop(control))
+        _send_batches(ring, runner, connections, watch, control)
     finally:
         watch.close()
         connections.close()  # first: it may still read the arena's memory
+        if runner is not None:
+            runner.close()
         arena.close()
 
 
@@ -485,22 +500,11 @@ def _await_ready(model: RemoteVersion, wanted: int) -> None:
             )
 
 
-class _Stop:
-    """Whether the owner has said to stop. `__call__` never waits."""
-
-    def __init__(self, control: ControlChannel) -> None:
-        self._control = control
-        self._line = select.poll()
-        self._line.register(control.fileno(), select.POLLIN)
-
-    def __call__(self) -> bool:
-        while self._line.poll(0):
-            try:
-                if self._control.receive().message["op"] == "stop":
-                    return True
-            except PeerGone:
-                return True
-        return False
+def _told_to_stop(control: ControlChannel) -> bool:
+    try:
+        return bool(control.receive().message["op"] == "stop")
+    except PeerGone:
+        return True
 
 
 def _send_batches(
@@ -508,21 +512,26 @@ def _send_batches(
     runner: RemoteRunner,
     connections: WorkerConnections,
     watch: select.epoll,
-    stopped: Callable[[], bool],
+    control: ControlChannel,
 ) -> None:
+    of_batches, of_control = connections.descriptors()[0], control.fileno()
+    rare = True
     while True:
-        runner.turn()
+        runner.turn(rare=rare)
+        wanting, rare = runner.take(), False
         if not connections.quiet:
             continue
-        left_s = max(connections.next_beat_s - time.monotonic(), 0.0)
-        slot = -1
-        if runner.room:
+        left_s = min(max(connections.next_beat_s - time.monotonic(), 0.0), SLICE_S)
+        if wanting:
             slot = ring.take_or_wait(0, int(left_s * 1e9))
-        else:
-            watch.poll(min(left_s, SLICE_S))
-        if slot >= 0:
-            if not runner.run(slot):
-                ring.publish(slot)
-        elif stopped():
+            if slot >= 0:
+                runner.run(slot)
+                connections.flush()
+            if slot != CONTROL_SPOKE:
+                continue
+            left_s = 0.0
+        spoke = {fd for fd, _ in watch.poll(left_s)}
+        rare = not spoke <= {of_batches}
+        if of_control in spoke and _told_to_stop(control):
             runner.drain()
             return

@@ -39,23 +39,22 @@ from fastserve.workers.remote.files import fetch_folder
 from fastserve.workers.remote.keys import SideKey, import_zmq, secure_worker
 from fastserve.workers.remote.protocol import (
     COPIED_BYTES,
+    MOST_JOINED,
     PROTOCOL,
     Failure,
     FileRequest,
     Go,
-    Header,
     Hello,
     LoadedModel,
     MessageKind,
     ProtocolFault,
     Welcome,
+    WireMessage,
     Words,
     pack_message,
-    pack_table,
     read_body,
-    read_header,
-    read_table,
-    receive_parts,
+    read_messages,
+    receive_frames,
 )
 
 log = logging.getLogger(__name__)
@@ -66,6 +65,8 @@ ANSWER_S = 5.0  # for a server that listens to say something
 ENVIRONMENT_MARK = "_FASTSERVE_ENVIRONMENT"
 WATCHDOG_S = 1.0  # beyond run_timeout_ms, after which the runner has given the batch up
 MOST_FRAMES_BYTES = 1 << 32
+HELD_S = 0.0003  # that answers are held for those of batches that wait already
+ALARM_S = 0.25  # between two settings of the watchdog, while batches follow each other
 
 
 class SessionEnded(Exception):
@@ -98,34 +99,38 @@ class LocalArena:
         self._memory = memoryview(self._arena.memory)
         self._runner: Runner = make_runner(WorkerContext(self._arena, self._ring, backend, config))
         self._inputs, self._outputs = len(backend.inputs), len(backend.outputs)
+        self._spans: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
         self._held: deque[tuple[Any, list[tuple[int, int]]]] = (
             deque()
         )  # outputs on their way, and their leases
         self.dense = geometry.dense
         warm_up(self._runner, self._arena, backend, config)
 
-    def run(self, header: Header, frames: Sequence[Any]) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Run one batch; returns the frames of its answer, and the leases that `sent` is to be given. Raises
+    def run(self, batch: WireMessage) -> tuple[WireMessage, list[tuple[int, int]]]:
+        """Run one batch; returns its answer, and the leases to be released once that was sent. Raises
         ProtocolFault."""
-        table = read_table(header, frames)
-        leases = self._put(header.rows, table, frames[2:])
+        leases, wanted = self._put(batch.rows, batch.table, batch.parts)
         slot = leases[0][0] >> 16
-        taken = self._ring.take()
-        if taken != slot:
+        if self._ring.take() != slot:
             raise ProtocolFault("a batch that did not come to be one of its own")
         answer(self._ring, self._runner, slot)
         getattr(self._runner, "drain", lambda: None)()
-        self._front.drain()
         _, _, run_ns, ran_ns, _ = self._front.times_ns(slot)
-        found = Header(MessageKind.ANSWER, header.batch, header.rows, ran_ns=max(ran_ns - run_ns, 0))
-        return self._collect(found, table, leases), leases
+        found = WireMessage(MessageKind.ANSWER, batch.batch, batch.rows, ran_ns=max(ran_ns - run_ns, 0))
+        self._collect(found, slot, wanted)
+        return found, wanted
 
-    def sent(self, tracker: Any, leases: list[tuple[int, int]]) -> None:
-        """Release what is on its way, once it has been sent."""
+    def release(self, leases: Sequence[tuple[int, int]]) -> None:
+        """Release a batch whose answer was sent."""
+        for lease, rows in leases:
+            self._front.release(lease, rows)
+        self._front.drain()
+
+    def release_sent(self, tracker: Any, leases: list[tuple[int, int]]) -> None:
+        """Release a batch whose answer is on its way, once it has been sent."""
         self._held.append((tracker, leases))
         while self._held and (self._held[0][0] is None or self._held[0][0].done):
-            for lease, rows in self._held.popleft()[1]:
-                self._front.release(lease, rows)
+            self.release(self._held.popleft()[1])
 
     def close(self) -> None:
         """Close the arena."""
@@ -134,58 +139,74 @@ class LocalArena:
         self._memory.release()
         self._arena.close()
 
-    def _put(self, rows: int, table: list[tuple[int, int]], parts: Sequence[Any]) -> list[tuple[int, int]]:
-        """Write a batch as a front would; each request is a lease, and so is what lies between them."""
+    def _put(
+        self, rows: int, table: Sequence[tuple[int, int]], parts: Sequence[Any]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Write a batch as a front would. Each request is a lease, and so is what lies between them: here,
+        too, nobody waits for rows whose caller has left. Returns all leases, and those of requests."""
         if not 1 <= rows <= self._ring.max_rows or not table or len(table) > rows:
             raise ProtocolFault(f"a batch of {rows} rows")
-        spans, at = [], 0
-        for row, count in table:
-            if row < at or count < 1 or row + count > rows:
-                raise ProtocolFault("a table of requests that overlap, or lie outside of their batch")
-            spans += [(at, row - at)] * (row > at) + [(row, count)]
-            at = row + count
-        spans += [(at, rows - at)] * (at < rows)
         if len(parts) != (self._inputs if self.dense else len(table)):
             raise ProtocolFault(
                 "a batch with parts of another number than its model's inputs, or its requests"
             )
-        return self._fill(self._front.reserve(spans[0][1]), spans, table, parts, rows)
-
-    def _fill(
-        self,
-        first: int,
-        spans: list[tuple[int, int]],
-        table: list[tuple[int, int]],
-        parts: Sequence[Any],
-        rows: int,
-    ) -> list[tuple[int, int]]:
-        if first < 0 or first & 0xFFFF:
-            raise ProtocolFault("a batch while no slot is free")
-        leases = [(first, spans[0][1])]
-        leases += [(self._front.reserve(count), count) for _, count in spans[1:]]
-        if any(lease != first + row for (lease, _), (row, _) in zip(leases, spans, strict=True)):
-            raise ProtocolFault("a batch that does not fit into a slot")
-        wanted = {row: number for number, (row, _) in enumerate(table)}
+        spans, at = [], 0
+        for row, count in table:
+            if row < at or count < 1 or row + count > rows:
+                raise ProtocolFault("a table of requests that overlap, or lie outside of their batch")
+            if row > at:
+                spans.append((at, row - at))
+            spans.append((row, count))
+            at = row + count
+        if at < rows:
+            spans.append((at, rows - at))
+        leases = self._reserve(spans)
+        wanted = leases if len(spans) == len(table) else [leases[spans.index(entry)] for entry in table]
         try:
-            for number, part in enumerate(parts) if self.dense else ():
-                at, row_bytes = self._ring.column_span(first >> 16, number, False)
-                if len(part) != rows * row_bytes:
-                    raise ProtocolFault(f"a column of {len(part)} bytes for {rows} rows of {row_bytes}")
-                self._memory[at : at + len(part)] = part
-            for (row, _), (lease, _) in zip(spans, leases, strict=True):
-                if not self.dense and row in wanted:
-                    self._attach(lease, parts[wanted[row]])
+            self._write(leases[0][0] >> 16, rows, wanted, parts)
         except BaseException:
             for lease, count in leases:
                 self._front.abandon(lease, count)
             raise
         for lease, count in leases:
             self._front.commit(lease, count)
-        for (row, _), (lease, count) in zip(spans, leases, strict=True):
-            if row not in wanted:  # its caller has left: here, too, nobody waits for these rows
+        if wanted is not leases:
+            for lease, count in set(leases).difference(wanted):
                 self._front.drop(lease, count)
-        self._front.seal(first)
-        return [lease for lease, (row, _) in zip(leases, spans, strict=True) if row in wanted]
+        self._front.seal(leases[0][0])
+        return leases, wanted
+
+    def _reserve(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        leases = []
+        for row, count in spans:
+            lease = self._front.reserve(count)
+            if lease < 0 or lease & 0xFFFF != row:
+                raise ProtocolFault("a batch that does not fit into a slot, or while none is free")
+            leases.append((lease, count))
+        return leases
+
+    def _write(
+        self, slot: int, rows: int, wanted: Sequence[tuple[int, int]], parts: Sequence[Any]
+    ) -> None:
+        if not self.dense:
+            for (lease, _), part in zip(wanted, parts, strict=True):
+                self._attach(lease, part)
+            return
+        inputs, _ = self._columns(slot)
+        for (at, row_bytes), part in zip(inputs, parts, strict=True):
+            if len(part) != rows * row_bytes:
+                raise ProtocolFault(f"a column of {len(part)} bytes for {rows} rows of {row_bytes}")
+            self._memory[at : at + len(part)] = part
+
+    def _columns(self, slot: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Where the input and the output columns of a slot begin, and the bytes of a row of each."""
+        found = self._spans.get(slot)
+        if found is None:
+            found = self._spans[slot] = (
+                [self._ring.column_span(slot, number, False) for number in range(self._inputs)],
+                [self._ring.column_span(slot, number, True) for number in range(self._outputs)],
+            )
+        return found
 
     def _attach(self, lease: int, part: Any) -> None:
         offset = self._front.allocate_slab(len(part)) if len(part) else 0
@@ -194,36 +215,24 @@ class LocalArena:
         self._front.slab(offset, len(part), True)[:] = part
         self._front.attach_slab(lease, offset, len(part))
 
-    def _collect(
-        self, header: Header, table: list[tuple[int, int]], leases: list[tuple[int, int]]
-    ) -> list[Any]:
-        front, slot = self._front, leases[0][0] >> 16
-        failed = front.failure(slot)
+    def _collect(self, found: WireMessage, slot: int, leases: list[tuple[int, int]]) -> None:
+        """Write an answer: of the slot's outputs, which it does not copy."""
+        front, failed = self._front, self._front.failure(slot)
         if failed is not None:
-            status, text = failed
-            return _pack(header, status, [], [text.encode("utf-8", "replace")])
-        if not self.dense:
-            entries = [(lease & 0xFFFF, front.lease_status(lease)) for lease, _ in leases]
-            return _pack(header, 0, entries, [self._slab(lease) for lease, _ in leases])
+            found.word, found.parts = failed[0], [failed[1].encode("utf-8", "replace")]
+            return
+        statuses = [(lease, front.lease_status(lease)) for lease, _ in leases]
         parts: list[Any] = []
-        for number in range(self._outputs):
-            at, row_bytes = self._ring.column_span(slot, number, True)
-            parts.append(self._memory[at : at + header.rows * row_bytes])
-        faults = [
-            (row, lease) for lease, _ in leases if front.lease_status(lease) for row in [lease & 0xFFFF]
-        ]
-        entries = [(row, front.lease_status(lease)) for row, lease in faults]
-        return _pack(header, 0, entries, parts + [self._slab(lease) for _, lease in faults])
+        if self.dense:
+            _, outputs = self._columns(slot)
+            parts = [self._memory[at : at + found.rows * row_bytes] for at, row_bytes in outputs]
+            statuses = [(lease, status) for lease, status in statuses if status]
+        found.table = [(lease & 0xFFFF, status) for lease, status in statuses]
+        found.parts = parts + [self._slab(lease) for lease, _ in statuses]
 
     def _slab(self, lease: int) -> Any:
         offset, nbytes = self._front.answer_slab(lease)
         return self._front.slab(offset, nbytes) if offset else b""
-
-
-def _pack(header: Header, status: int, entries: list[tuple[int, int]], parts: list[Any]) -> list[Any]:
-    header.word, header.entries, header.parts = status, len(entries), len(parts)
-    header.nbytes = sum(map(len, parts))
-    return [header.pack(), pack_table(entries), *parts]
 
 
 @dataclass(slots=True)
@@ -254,6 +263,7 @@ class RemoteWorker:
         self._connect, self._key, self._cache, self._device = connect, key, cache, device
         self._context = self._zmq.Context()
         self._socket: Any = None
+        self._arrived: deque[WireMessage] = deque()
         self._monitor: Any = None
         self._loaded: LoadedVersion | None = None
         self._silence_s = ANSWER_S
@@ -315,6 +325,7 @@ class RemoteWorker:
         made.send_multipart(pack_message(MessageKind.HELLO, hello))
 
     def _close_socket(self) -> None:
+        self._arrived.clear()
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close()  # after its linger: what was sent last may be on its way
@@ -323,30 +334,31 @@ class RemoteWorker:
             self._monitor.close(0)
             self._monitor = None
 
-    def _receive(self, limit_s: float) -> tuple[Header, Sequence[Any]]:
+    def _receive(self, limit_s: float) -> WireMessage:
         """The next message that is no PING. Raises SessionEnded after `limit_s` without any message."""
         until = time.monotonic() + limit_s
         while True:
-            left_s = until - time.monotonic()
             if self._stopping:
                 raise SessionEnded("it was told to stop")
-            try:
-                frames = receive_parts(self._socket, 0, self._zmq.RCVMORE)  # waits for TURN_S
-            except self._zmq.Again:
-                if left_s <= 0:
-                    raise SessionEnded(self._silence()) from None
+            if self._arrived:
+                message = self._arrived.popleft()
+            else:
+                try:
+                    self._arrived.extend(read_messages(receive_frames(self._socket, 0)))  # waits for TURN_S
+                except self._zmq.Again:
+                    if time.monotonic() >= until:
+                        raise SessionEnded(self._silence()) from None
                 continue
-            header = read_header(frames[0])
-            if header.kind is MessageKind.PING:
+            if message.kind is MessageKind.PING:
                 until = time.monotonic() + limit_s
                 self._send(pack_message(MessageKind.PONG))
                 continue
-            if header.kind in (MessageKind.BYE, MessageKind.REFUSED):
-                refused = header.kind is MessageKind.REFUSED
+            if message.kind in (MessageKind.BYE, MessageKind.REFUSED):
+                refused = message.kind is MessageKind.REFUSED
                 raise SessionEnded(
-                    f"the server said: {read_body(frames, Words).reason}", ANSWER_S if refused else RETRY_S
+                    f"the server said: {read_body(message, Words).reason}", ANSWER_S if refused else RETRY_S
                 )
-            return header, frames
+            return message
 
     def _silence(self) -> str:
         """Say why nobody has answered, by what happened to the connection."""
@@ -369,10 +381,10 @@ class RemoteWorker:
             raise SessionEnded("the connection is lost") from None
 
     def _serve(self) -> None:
-        header, frames = self._receive(ANSWER_S)
-        if header.kind is not MessageKind.WELCOME:
-            raise ProtocolFault(f"{header.kind.name} instead of WELCOME")
-        welcome = read_body(frames, Welcome)
+        greeted = self._receive(ANSWER_S)
+        if greeted.kind is not MessageKind.WELCOME:
+            raise ProtocolFault(f"{greeted.kind.name} instead of WELCOME")
+        welcome = read_body(greeted, Welcome)
         self._said = ""
         self._silence_s = MISSED * welcome.heartbeat_s + 1.0
         loaded = self._load(welcome)
@@ -381,37 +393,66 @@ class RemoteWorker:
         self._send(
             pack_message(MessageKind.LOADED, LoadedModel(*specs, {k: dict(v) for k, v in signatures.items()}))
         )
-        header, frames = self._receive_late()
-        if header.kind is not MessageKind.GO:
-            raise ProtocolFault(f"{header.kind.name} instead of GO")
-        arena = self._warm_up(loaded, dense=read_body(frames, Go).dense)
+        told = self._receive_late()
+        if told.kind is not MessageKind.GO:
+            raise ProtocolFault(f"{told.kind.name} instead of GO")
+        arena = self._warm_up(loaded, dense=read_body(told, Go).dense)
         self._send(pack_message(MessageKind.READY))
         log.info("%s/%s is ready", welcome.name, welcome.version)
         self._answer_batches(arena, int(loaded.config["run_timeout_ms"]), welcome.most_bytes)
 
-    def _receive_late(self) -> tuple[Header, Sequence[Any]]:
+    def _receive_late(self) -> WireMessage:
         return self._receive(self._silence_s)
 
     def _answer_batches(self, arena: LocalArena, limit_ms: int, most_bytes: int) -> None:
+        answers, since_s, alarm_s = list[bytes](), 0.0, 0.0
         while True:
-            header, frames = self._receive_late()
-            if header.kind is not MessageKind.BATCH:
-                raise ProtocolFault(f"{header.kind.name} while it was ready")
-            if limit_ms:  # the kernel's: a model that hangs may hold Python's lock
+            batch = self._next_batch(answers)
+            now = time.monotonic()
+            since_s = since_s if answers else now
+            if limit_ms and now > alarm_s:  # the kernel's: a model that hangs may hold Python's lock
                 signal.setitimer(signal.ITIMER_REAL, limit_ms / 1000 + WATCHDOG_S)
+                alarm_s = now + ALARM_S
             try:
-                found, leases = arena.run(header, frames)
+                found, leases = arena.run(batch)
             except ProtocolFault:
                 self._drop_arena()  # with what was half written into it
                 raise
-            if limit_ms:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            del frames
-            nbytes = sum(map(len, found))
+            del batch
+            nbytes = found.nbytes
             if nbytes > most_bytes:
-                found = _too_large(header, most_bytes)
-            copied = nbytes < COPIED_BYTES or nbytes > most_bytes
-            arena.sent(self._send(found, copy=copied), leases)
+                _make_too_large(found, most_bytes)
+                nbytes = found.nbytes
+            if nbytes < COPIED_BYTES:
+                answers += found.pack()
+                arena.release(leases)
+            else:
+                arena.release_sent(self._send(found.pack(), copy=False), leases)
+            if limit_ms and not self._arrived:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                alarm_s = 0.0
+            if not self._arrived or len(answers) == MOST_JOINED or time.monotonic() > since_s + HELD_S:
+                self._send_joined(answers)
+
+    def _next_batch(self, answers: list[bytes]) -> WireMessage:
+        try:
+            message = self._receive_late()
+        except SessionEnded:
+            self._send_joined(answers)  # it was told to stop while others waited
+            raise
+        if message.kind is not MessageKind.BATCH:
+            raise ProtocolFault(f"{message.kind.name} while it was ready")
+        return message
+
+    def _send_joined(self, answers: list[bytes]) -> None:
+        """Send the answers that were held, in frames of a bounded size."""
+        first, nbytes = 0, 0
+        for number, one in enumerate(answers, 1):
+            nbytes += len(one)
+            if nbytes >= COPIED_BYTES or number == len(answers):
+                self._send([b"".join(answers[first:number])])
+                first, nbytes = number, 0
+        answers.clear()
 
     def _drop_arena(self) -> None:
         if self._loaded is not None and self._loaded.arena is not None:
@@ -464,10 +505,10 @@ class RemoteWorker:
 
     def _fetch(self, asked: FileRequest) -> bytes:
         self._send(pack_message(MessageKind.FETCH, asked))
-        header, frames = self._receive_late()
-        if header.kind is not MessageKind.DATA or len(frames) != 2:
-            raise ProtocolFault(f"{header.kind.name} instead of a file's bytes")
-        return bytes(frames[1])
+        found = self._receive_late()
+        if found.kind is not MessageKind.DATA or len(found.parts) != 1:
+            raise ProtocolFault(f"{found.kind.name} instead of a file's bytes")
+        return bytes(found.parts[0])
 
     def _warm_up(self, loaded: LoadedVersion, *, dense: bool) -> LocalArena:
         if loaded.arena is not None and loaded.arena.dense == dense:
@@ -496,7 +537,6 @@ class RemoteWorker:
             log.exception("the model failed to close")
 
 
-def _too_large(header: Header, most_bytes: int) -> list[Any]:
+def _make_too_large(found: WireMessage, most_bytes: int) -> None:
     text = f"the outputs of this batch have more than {most_bytes >> 20} MB (max_answer_mb of placement)"
-    found = Header(MessageKind.ANSWER, header.batch, header.rows)
-    return _pack(found, Kind.RESOURCE_EXHAUSTED.value, [], [text.encode()])
+    found.word, found.table, found.parts = Kind.RESOURCE_EXHAUSTED.value, (), [text.encode()]

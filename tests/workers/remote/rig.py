@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,14 +23,13 @@ from fastserve.workers.remote.keys import SideKey, secure_worker
 from fastserve.workers.remote.main import WorkerOrder
 from fastserve.workers.remote.protocol import (
     PROTOCOL,
-    Header,
     Hello,
     LoadedModel,
     MessageKind,
     Welcome,
+    WireMessage,
     pack_message,
-    pack_table,
-    read_header,
+    read_messages,
 )
 from fastserve.workers.remote.runner import RemoteRunner, RemoteVersion
 from fastserve.workers.remote.supervisor import SupervisedWorker
@@ -90,6 +90,7 @@ class Player:
 
     def __init__(self, address: str, key: SideKey | None = None) -> None:
         self._context = zmq.Context()
+        self._arrived: list[WireMessage] = []
         self.socket: Any = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         if key is not None:
@@ -105,24 +106,25 @@ class Player:
 
     def receive(
         self, connections: WorkerConnections, turn: Any = None, limit_s: float = WAIT_S
-    ) -> tuple[Header, list[bytes]] | None:
+    ) -> WireMessage | None:
         """The next message but for PINGs, which are answered, as `connections` turns; None if none comes."""
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
             (turn or connections.turn)()
             while self.socket.poll(2):
-                frames = self.socket.recv_multipart()
-                header = read_header(frames[0])
-                if header.kind is not MessageKind.PING:
-                    return header, frames
+                self._arrived += read_messages(self.socket.recv_multipart())
+            while self._arrived:
+                message = self._arrived.pop(0)
+                if message.kind is not MessageKind.PING:
+                    return message
                 self.send(pack_message(MessageKind.PONG))
         return None
 
-    def expect(self, connections: WorkerConnections, kind: MessageKind, turn: Any = None) -> list[bytes]:
+    def expect(self, connections: WorkerConnections, kind: MessageKind, turn: Any = None) -> WireMessage:
         found = self.receive(connections, turn)
         assert found is not None, f"no {kind.name}"
-        assert found[0].kind is kind, found[0].kind.name
-        return found[1]
+        assert found.kind is kind, found.kind.name
+        return found
 
     def load(self, connections: WorkerConnections) -> None:
         """Greet, and have the version loaded."""
@@ -183,7 +185,8 @@ class Bench:
         self.front.seal(lease)
         slot = self.ring.take()
         assert slot == lease >> 16
-        assert self.runner.run(slot)
+        self.runner.run(slot)
+        self.connections.flush()
         return lease
 
     def result(self, lease: int, rows: int = 1) -> Any:
@@ -200,6 +203,7 @@ class Bench:
         for player in self.players:
             player.close()
         self.connections.close()
+        self.runner.close()
         self.connections.on_answer = self.connections.on_lost = lambda *_: (
             None
         )  # bound to the runner, whose arena is unmapped
@@ -217,32 +221,25 @@ def bench(**config: Any) -> Iterator[Bench]:
 
 
 def floats(values: Sequence[float]) -> bytes:
-    import struct
-
     return struct.pack(f"<{len(values)}f", *values)
 
 
 def answer(
-    batch: bytes, *parts: bytes, entries: Sequence[tuple[int, int]] = (), status: int = 0
+    asked: WireMessage, *parts: bytes, entries: Sequence[tuple[int, int]] = (), status: int = 0
 ) -> list[bytes]:
-    """The answer to a BATCH with this header."""
-    asked = read_header(batch)
-    header = Header(
-        MessageKind.ANSWER,
-        asked.batch,
-        asked.rows,
-        len(entries),
-        status,
-        len(parts),
-        sum(map(len, parts)),
-        1000,
-    )
-    return [header.pack(), pack_table(entries), *parts]
+    """The answer to a BATCH."""
+    return WireMessage(
+        MessageKind.ANSWER, asked.batch, asked.rows, status, ran_ns=1000, table=entries, parts=parts
+    ).pack()
 
 
-def replaced(frame: bytes, **fields: int) -> bytes:
-    """The header with other fields."""
-    header = read_header(frame)
+HEADER_FIELDS = {"kind": ("<H", 6), "entries": ("<I", 20), "parts": ("<I", 28), "nbytes": ("<Q", 32)}
+
+
+def damaged(frames: Sequence[bytes], **fields: int) -> list[bytes]:
+    """A message whose header says other things than it should."""
+    head = bytearray(frames[0])
     for name, value in fields.items():
-        setattr(header, name, value)
-    return header.pack()
+        form, at = HEADER_FIELDS[name]
+        struct.pack_into(form, head, at, value)
+    return [bytes(head), *frames[1:]]

@@ -18,13 +18,16 @@ from fastserve.workers.remote.connections import WorkerConnections
 from fastserve.workers.remote.keys import make_keys, read_key, write_keys
 from fastserve.workers.remote.protocol import (
     Failure,
-    Header,
     MessageKind,
+    WireMessage,
     Words,
     pack_message,
     read_body,
 )
-from tests.workers.remote.rig import Player, answer, bench, floats, replaced, welcome
+from tests.workers.remote.rig import Player, answer, bench, damaged, floats, welcome
+
+
+(HELLO,) = WireMessage(MessageKind.HELLO).pack()
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def players(connections: WorkerConnections) -> Iterator[Any]:
 def test_a_worker_is_welcomed(connections: WorkerConnections, players: Any) -> None:
     player = players()
     player.hello(node="here")
-    assert player.expect(connections, MessageKind.WELCOME)[1].startswith(b'{"key":"k"')
+    assert bytes(player.expect(connections, MessageKind.WELCOME).parts[0]).startswith(b'{"key":"k"')
     assert [peer.name for peer in connections.peers.values()] == ["here:1"]
 
 
@@ -73,11 +76,11 @@ def test_a_worker_that_does_not_fit_is_told_why(
 
 def test_a_worker_of_another_protocol_is_told_why(connections: WorkerConnections, players: Any) -> None:
     player = players()
-    frame = bytearray(Header(MessageKind.HELLO).pack())
+    frame = bytearray(HELLO)
     frame[4] = 7
     player.send([bytes(frame), b"whatever it says in that version"])
     assert (
-        "protocol 7, and 1 is spoken here"
+        "protocol 7, and 2 is spoken here"
         in read_body(player.expect(connections, MessageKind.REFUSED), Words).reason
     )
 
@@ -85,11 +88,12 @@ def test_a_worker_of_another_protocol_is_told_why(connections: WorkerConnections
 HOSTILE = {
     "no frames": [b""],
     "noise": [b"GET / HTTP/1.1\r\n\r\n"],
-    "short": [Header(MessageKind.HELLO).pack()[:-1]],
-    "kind": [replaced(Header(MessageKind.HELLO).pack())[:6] + b"\xff\xff" + bytes(40)],
-    "no body": [Header(MessageKind.HELLO).pack()],
-    "many frames": [Header(MessageKind.HELLO).pack(), *[b"x"] * 5000],
-    "deep": [Header(MessageKind.HELLO).pack(), b"[" * 3000],
+    "short": [HELLO[:-1]],
+    "kind": damaged([HELLO], kind=0xFFFF),
+    "no body": [HELLO],
+    "many frames": [HELLO, *[b"x"] * 5000],
+    "many messages": [HELLO * 5000],
+    "deep": WireMessage(MessageKind.HELLO, parts=[b"[" * 3000]).pack(),
 }
 
 
@@ -108,16 +112,18 @@ def test_a_stranger_is_refused_and_costs_nobody_anything(
 BROKEN = {
     "noise": lambda batch: [b"noise"],
     "a greeting": lambda batch: pack_message(MessageKind.READY),
-    "a batch": lambda batch: [replaced(batch, kind=MessageKind.BATCH), b""],
-    "a file": lambda batch: [Header(MessageKind.DATA).pack(), b"x"],
+    "a batch": lambda batch: damaged(answer(batch), kind=MessageKind.BATCH),
+    "a file": lambda batch: WireMessage(MessageKind.DATA, parts=[b"x"]).pack(),
     "short column": lambda batch: answer(batch, b"1234567"),
     "long column": lambda batch: answer(batch, bytes(9)),
     "no column": lambda batch: answer(batch),
     "two columns": lambda batch: answer(batch, bytes(8), bytes(8)),
-    "no table": lambda batch: answer(batch, bytes(8))[:1],
-    "lies of entries": lambda batch: [replaced(answer(batch)[0], entries=2**32 - 1), b"", bytes(8)],
-    "lies of parts": lambda batch: [replaced(answer(batch)[0], parts=2**32 - 1), b"", bytes(8)],
-    "lies of bytes": lambda batch: [replaced(answer(batch, bytes(8))[0], nbytes=2**63), b"", bytes(8)],
+    "cut off": lambda batch: [answer(batch, bytes(8))[0][:-1]],
+    "noise behind it": lambda batch: [answer(batch, bytes(8))[0] + b"noise"],
+    "a column apart": lambda batch: [*answer(batch, bytes(8)), bytes(8)],
+    "lies of entries": lambda batch: damaged(answer(batch, bytes(8)), entries=2**32 - 1),
+    "lies of parts": lambda batch: damaged(answer(batch, bytes(8)), parts=2**32 - 1),
+    "lies of bytes": lambda batch: damaged(answer(batch, bytes(8)), nbytes=2**63),
     "fault without text": lambda batch: answer(batch, status=13),
     "a fault and a column less": lambda batch: answer(batch, b"text", entries=[(0, 13)]),
 }
@@ -131,11 +137,11 @@ def test_a_worker_that_breaks_the_protocol_is_lost_and_its_batch_run_elsewhere(d
         lease = it.put([1, 2])
         batch = bad.expect(it.connections, MessageKind.BATCH)
         good = it.player()
-        bad.send(damage(batch[0]))
+        bad.send(damage(batch))
         again = good.expect(it.connections, MessageKind.BATCH, it.runner.turn)
-        assert again[2] == floats([1, 2])
+        assert list(map(bytes, again.parts)) == [floats([1, 2])]
         assert it.result(lease) is None
-        good.send(answer(again[0], floats([3, 4])))
+        good.send(answer(again, floats([3, 4])))
         it.until(lambda: not it.runner.flying)
         assert it.result(lease) == floats([3, 4])
         assert len(it.connections.peers) == 1
@@ -146,7 +152,7 @@ def test_a_message_beyond_the_limit_ends_its_connection(connections: WorkerConne
     player = players()
     player.hello()
     player.expect(connections, MessageKind.WELCOME)
-    player.send([Header(MessageKind.LOADED).pack(), bytes(4096 + (2 << 20))])
+    player.send(WireMessage(MessageKind.LOADED, parts=[bytes(4096 + (2 << 20))]).pack())
     end = time.monotonic() + 30
     while connections.peers:
         assert time.monotonic() < end
@@ -200,18 +206,18 @@ def test_a_late_answer_is_refused() -> None:
         batch = first.expect(it.connections, MessageKind.BATCH)
         it.connections.drop(next(iter(it.connections.peers.values())), "a test says so")
         again = second.expect(it.connections, MessageKind.BATCH, it.runner.turn)
-        assert again[0][8:16] != batch[0][8:16]
-        first.send(answer(batch[0], floats([9, 9])))
-        second.send(answer(batch[0], floats([8, 8])))  # under the number of the earlier try
+        assert again.batch != batch.batch
+        first.send(answer(batch, floats([9, 9])))
+        second.send(answer(batch, floats([8, 8])))  # under the number of the earlier try
         first.expect(it.connections, MessageKind.BYE)
         first.expect(it.connections, MessageKind.BYE)  # for the answer of a connection that was given up
         assert it.result(lease) is None
-        second.send(answer(again[0], floats([3, 4])))
+        second.send(answer(again, floats([3, 4])))
         it.until(lambda: not it.runner.flying)
         assert it.result(lease) == floats([3, 4])
         lease = it.put([5, 6])
         second.expect(it.connections, MessageKind.BATCH)
-        second.send(answer(again[0], floats([7, 7])))  # of the generation before
+        second.send(answer(again, floats([7, 7])))  # of the generation before
         second.send(pack_message(MessageKind.PONG))
         it.connections.wait(0.2)
         it.connections.turn()

@@ -8,74 +8,96 @@ from hypothesis import strategies as st
 
 from fastserve.workers.remote import protocol
 from fastserve.workers.remote.protocol import (
+    COPIED_BYTES,
     HEADER_BYTES,
+    MOST_JOINED,
     Go,
-    Header,
     Hello,
     MessageKind,
     ProtocolFault,
+    WireMessage,
     batch_number,
     pack_message,
-    pack_table,
     read_body,
-    read_header,
-    read_table,
+    read_messages,
 )
+from tests.workers.remote.rig import damaged
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+PARTS = st.lists(st.one_of(st.binary(max_size=9), st.just(bytes(COPIED_BYTES // 2))), max_size=4)
+MESSAGES = st.builds(
+    WireMessage,
+    *(st.sampled_from(MessageKind), U64, U32, U32, U64, st.lists(st.tuples(U32, U32), max_size=3), PARTS),
+)
 
 
-@given(st.builds(Header, st.sampled_from(MessageKind), U64, U32, U32, U32, U32, U64, U64))
-def test_a_header_is_read_as_it_was_packed(header: Header) -> None:
-    packed = header.pack()
-    assert len(packed) == HEADER_BYTES == 48
-    assert read_header(packed) == header
+@given(MESSAGES)
+def test_a_message_is_read_as_it_was_packed(message: WireMessage) -> None:
+    frames = message.pack()
+    assert len(frames) == (1 if message.nbytes < COPIED_BYTES else 1 + len(message.parts))
+    assert frames[0][HEADER_BYTES:] or not (message.table or message.parts)
+    assert read_messages([memoryview(frame) for frame in frames]) == [message]
 
 
-@given(st.binary(max_size=100))
-def test_a_header_of_any_bytes_is_read_or_refused(data: bytes) -> None:
+@given(st.lists(MESSAGES.filter(lambda message: message.nbytes < COPIED_BYTES), min_size=1, max_size=5))
+def test_messages_of_one_frame_are_read_one_after_the_other(messages: list[WireMessage]) -> None:
+    frame = b"".join(frame for message in messages for frame in message.pack())
+    assert read_messages([memoryview(frame)]) == messages
+
+
+@given(MESSAGES, st.data())
+def test_any_bytes_are_read_or_refused(message: WireMessage, data: st.DataObject) -> None:
+    frames = [bytearray(frame) for frame in message.pack()]
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame = data.draw(st.sampled_from([frame for frame in frames if frame]))
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
-        assert read_header(data).pack() == data
+        found = read_messages([memoryview(frame) for frame in frames])
     except ProtocolFault:
-        assert (
-            len(data) != 48
-            or data[:4] != b"FSRW"
-            or data[4:6] != b"\1\0"
-            or data[6] > 14
-            or not data[6]
-            or data[7]
-        )
+        return
+    assert b"".join(frame for one in found for frame in one.pack()) == b"".join(frames)
 
 
-def test_a_header_of_another_protocol_says_so() -> None:
-    packed = bytearray(Header(MessageKind.HELLO).pack())
+def test_a_message_of_another_protocol_says_so() -> None:
+    packed = bytearray(WireMessage(MessageKind.HELLO).pack()[0])
     packed[4] = 9
-    with pytest.raises(ProtocolFault, match="protocol 9; protocol 1 is spoken here"):
-        read_header(bytes(packed))
+    with pytest.raises(ProtocolFault, match="protocol 9; protocol 2 is spoken here"):
+        read_messages([bytes(packed)])
     assert protocol.read_protocol(bytes(packed)) == 9
 
 
-def test_a_table_is_read_only_with_the_frames_that_were_announced() -> None:
-    header = Header(MessageKind.ANSWER, entries=2, parts=2, nbytes=5)
-    frames = [header.pack(), pack_table([(0, 1), (3, 4)]), b"abc", b"de"]
-    assert read_table(header, frames) == [(0, 1), (3, 4)]
-    for damaged in (
-        frames[:3],
-        [*frames, b""],
-        [frames[0], frames[1][:-1], *frames[2:]],
-        [*frames[:3], b"def"],
-        [frames[0]],
+def test_a_message_is_read_only_with_the_bytes_that_were_announced() -> None:
+    small = WireMessage(MessageKind.ANSWER, table=[(0, 1), (3, 4)], parts=[b"abc", b"de"]).pack()
+    large = WireMessage(MessageKind.ANSWER, table=[(0, 1)], parts=[bytes(COPIED_BYTES), b"de"]).pack()
+    for frames in (
+        [small[0][:-1]],
+        [small[0] + b"x"],
+        [small[0][:-5]],  # as many frames as lengths, and none of them
+        [small[0][:-5], b"abc"],
+        [small[0][:-5], b"abd", b"e"],
+        [small[0] * (MOST_JOINED + 1)],
+        damaged(small, entries=3),
+        damaged(small, parts=1),
+        damaged(small, nbytes=4),
+        large[:2],
+        [*large, b""],
+        [large[0], large[1][:-1], large[2] + b"x"],
+        [large[0] + b"x", *large[1:]],
+        damaged(large, parts=1 << 17),
     ):
         with pytest.raises(ProtocolFault):
-            read_table(header, damaged)
+            read_messages(frames)
+    assert read_messages([small[0][:-5], b"abc", b"de"])[0].parts == [b"abc", b"de"]
+    assert len(read_messages([small[0] * MOST_JOINED])) == MOST_JOINED
 
 
 def test_a_body_is_read_only_as_what_it_is() -> None:
-    assert read_body(pack_message(MessageKind.GO, Go(True)), Go) == Go(True)
-    for damaged in ([b"{}"], [b"", b"{}"], [b"", b"["], [b"", b'{"dense": 1}'], [b"", b"[" * 100_000]):
+    (told,) = read_messages(pack_message(MessageKind.GO, Go(True)))
+    assert read_body(told, Go) == Go(True)
+    for parts in ([], [b"{}"], [b"{}", b"{}"], [b"["], [b'{"dense": 1}'], [b"[" * 100_000]):
         with pytest.raises(ProtocolFault):
-            read_body(damaged, Go)
-    long = pack_message(MessageKind.HELLO, Hello("x" * 65, 1, "n", 1))
+            read_body(WireMessage(MessageKind.GO, parts=parts), Go)
+    (long,) = read_messages(pack_message(MessageKind.HELLO, Hello("x" * 65, 1, "n", 1)))
     with pytest.raises(ProtocolFault):
         read_body(long, Hello)
 
