@@ -88,82 +88,65 @@ class WireMessage:
     table: Sequence[tuple[int, int]] = ()
     parts: Sequence[Any] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all parts."""
-        return sum(map(len, self.parts))
-
-    def pack_head(self) -> bytes:
-        """Return all of the message but its parts."""
-        table, lengths = self.table, [len(part) for part in self.parts]
-        entries, parts = len(table), len(lengths)
-        head = _HEADER.pack(
-            *(MAGIC, PROTOCOL, self.kind, self.batch, self.rows, entries, self.word, parts),
-            *(sum(lengths), self.ran_ns),
-        )
-        numbers = [number for entry in table for number in entry]
-        return head + struct.pack(f"<{2 * entries}I{parts}Q", *numbers, *lengths)
-
     def pack(self) -> list[Any]:
         """Return its frames."""
-        if self.nbytes < COPIED_BYTES:
-            return [b"".join((self.pack_head(), *self.parts))]
-        return [self.pack_head(), *self.parts]
+        parts, table = self.parts, self.table
+        lengths = [len(part) for part in parts]
+        nbytes, entries, count = sum(lengths), len(table), len(lengths)
+        numbers = [number for entry in table for number in entry]
+        head = struct.pack(
+            f"<4sHHQIIIIQQ{2 * entries}I{count}Q",
+            *(MAGIC, PROTOCOL, self.kind, self.batch, self.rows, entries, self.word, count),
+            *(nbytes, self.ran_ns, *numbers, *lengths),
+        )
+        return [b"".join((head, *parts))] if nbytes < COPIED_BYTES else [head, *parts]
 
 
 def read_messages(frames: Sequence[Any]) -> list[WireMessage]:
     """Read the messages that have come in these frames, one or more. Raises ProtocolFault."""
     head, apart, at = frames[0], frames[1:], 0
-    found: list[WireMessage] = []
-    while at < len(head) or not found:
-        if len(found) == MOST_JOINED:
-            raise ProtocolFault(f"more than {MOST_JOINED} messages in one frame")
-        if len(head) - at < HEADER_BYTES:
-            raise ProtocolFault(f"a header of {len(head) - at} bytes instead of {HEADER_BYTES}")
+    end, found = len(head), list[WireMessage]()
+    while at < end or not found:
+        if end - at < HEADER_BYTES or len(found) == MOST_JOINED:
+            raise ProtocolFault(
+                f"a header of {end - at} bytes instead of {HEADER_BYTES}"
+                if len(found) < MOST_JOINED
+                else f"more than {MOST_JOINED} messages in one frame"
+            )
         fields = _HEADER.unpack_from(head, at)
-        _, _, kind, batch, rows, entries, word, parts, _, ran_ns = fields
-        _check_fields(fields)
-        at += HEADER_BYTES
+        magic, protocol, number, batch, rows, entries, word, parts, nbytes, ran_ns = fields
+        kind, at = _KINDS.get(number), at + HEADER_BYTES
+        if magic != MAGIC or protocol != PROTOCOL or kind is None or parts > MOST_PARTS:
+            raise _explain(magic, protocol, number, parts)
         behind = at + entries * _ENTRY_BYTES + parts * _LENGTH_BYTES
-        if behind > len(head):
-            raise ProtocolFault(f"a table of {entries} entries and {parts} lengths in {len(head) - at} bytes")
+        if behind > end:
+            raise ProtocolFault(f"a table of {entries} entries and {parts} lengths in {end - at} bytes")
         numbers = struct.unpack_from(f"<{2 * entries}I{parts}Q", head, at)
-        lengths = numbers[2 * entries :]
-        pieces, at = _read_parts(head, behind, lengths, apart)
-        if sum(lengths) != fields[8]:
-            raise ProtocolFault(f"{sum(lengths)} bytes of parts where {fields[8]} were announced")
+        lengths, at = numbers[2 * entries :], behind
+        if sum(lengths) != nbytes:
+            raise ProtocolFault(f"{sum(lengths)} bytes of parts where {nbytes} were announced")
+        pieces: Sequence[Any] = apart
+        if not apart:
+            pieces = []
+            for length in lengths:
+                pieces.append(head[at : at + length])
+                at += length
+        if at != end if apart else at > end:
+            raise ProtocolFault("a message that is longer or shorter than was announced")
+        if apart and [len(part) for part in apart] != list(lengths):
+            raise ProtocolFault("frames of other lengths than were announced")
         table = list(zip(numbers[0 : 2 * entries : 2], numbers[1 : 2 * entries : 2], strict=True))
-        found.append(WireMessage(_KINDS[kind], batch, rows, word, ran_ns, table, pieces))
+        found.append(WireMessage(kind, batch, rows, word, ran_ns, table, pieces))
     return found
 
 
-def _check_fields(fields: tuple[Any, ...]) -> None:
-    magic, protocol, kind, _, _, _, _, parts, _, _ = fields
+def _explain(magic: bytes, protocol: int, kind: int, parts: int) -> ProtocolFault:
+    """Say what is wrong about a header."""
     if magic != MAGIC:
-        raise ProtocolFault("a message that does not begin as one of fastserve's")
+        return ProtocolFault("a message that does not begin as one of fastserve's")
     if protocol != PROTOCOL:
-        raise ProtocolFault(f"a message of protocol {protocol}; protocol {PROTOCOL} is spoken here")
-    if kind not in _KINDS:
-        raise ProtocolFault(f"a message of unknown kind {kind}")
-    if parts > MOST_PARTS:
-        raise ProtocolFault(f"a message of {parts} parts")
-
-
-def _read_parts(
-    head: Any, at: int, lengths: Sequence[int], apart: Sequence[Any]
-) -> tuple[Sequence[Any], int]:
-    """Return the parts of a message, whose head ends at `at`, and where it ends itself."""
-    if apart:
-        if at != len(head) or [len(part) for part in apart] != list(lengths):
-            raise ProtocolFault("frames of other lengths than were announced")
-        return apart, at
-    pieces = []
-    for length in lengths:
-        pieces.append(head[at : at + length])
-        at += length
-    if at > len(head):
-        raise ProtocolFault("a message that is cut off")
-    return pieces, at
+        return ProtocolFault(f"a message of protocol {protocol}; protocol {PROTOCOL} is spoken here")
+    return ProtocolFault(f"a message of kind {kind} and {parts} parts, which is none")
 
 
 def receive_frames(socket: Any, flags: int) -> list[Any]:

@@ -71,7 +71,8 @@ LATE = "the worker process that ran this request was ended: a batch ran longer t
 # as they take no longer than the way.
 AHEAD_S, MOST_AHEAD = 0.002, 16
 # From so many batches at a worker on, another is taken once it is full: those it has hide the way, and rows
-# that wait meanwhile make one batch, as they do while a local worker is busy.
+# that wait meanwhile make one batch, as they do while a local worker is busy. A worker with more than half of
+# what it may have gets no more: then several leave together, which costs little more than one.
 FEW = 2
 LATE_S = 0.01  # between two looks for batches that have run too long
 SLICE_S = 0.5
@@ -258,24 +259,25 @@ class RemoteRunner:
         return self._choose() is not None
 
     def take(self) -> bool:
-        """Send every batch that a worker can have now. Returns whether one can have the next, of any size."""
-        ring = self._ring
-        while (peer := self._choose()) is not None:
+        """Send batches that workers can have now. Returns whether one can have the next, of any size."""
+        ring, peer = self._ring, self._choose()
+        if peer is None or 2 * len(peer.flights) > self._most(peer):
+            return False
+        while peer is not None:
             if len(peer.flights) >= FEW and ring.queued() < ring.max_rows:
                 break
             slot = ring.take()
             if slot < 0:
                 break
-            self.run(slot)
+            self._send(slot, 0, peer)
+            peer = self._choose()
         self._connections.flush()
         return peer is not None and len(peer.flights) < FEW
 
     def run(self, slot: int) -> None:
-        """Send a batch that was taken, by the next flush; it is published when its answer has landed."""
-        if self._ring.leases(slot, 1):
-            self._send(slot, 0)
-        else:
-            self._ring.publish(slot)  # everybody left
+        """Send a batch that was taken; it is published when its answer has landed."""
+        self._send(slot, 0, self._choose())
+        self._connections.flush()
 
     def turn(self, *, rare: bool = True) -> None:
         """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost. `rare`: see
@@ -286,7 +288,7 @@ class RemoteRunner:
             self._late_s = now + LATE_S
             self._end_late(now)
         while self._again and self.room:
-            self._send(*self._again.popleft())
+            self._send(*self._again.popleft(), self._choose())
             self._connections.flush()
         if not self._connections.ready:
             raise LastWorkerLost("its last remote worker is lost")
@@ -313,37 +315,41 @@ class RemoteRunner:
         best, least = None, MOST_AHEAD
         for peer in self._connections.ready:
             flights = len(peer.flights)
-            if flights < least and flights < (self._in_flight or _suitable(peer.run_s)):
+            if flights < least and flights < self._most(peer):
                 if not flights:
                     return peer
                 best, least = peer, flights
         return best
 
-    def _send(self, slot: int, attempt: int) -> None:
-        """Send a batch to a worker that has room; where its connection ends at that, it is given back."""
-        peer = self._choose()
+    def _most(self, peer: RemotePeer) -> int:
+        return self._in_flight or _suitable(peer.run_s)
+
+    def _send(self, slot: int, attempt: int, peer: RemotePeer | None) -> None:
+        """Have a batch leave for a worker, with the next flush; where its connection ends at that, it is given
+        back. Without a worker it waits for one."""
         if peer is None:
             self._again.append((slot, attempt))
             return
-        ring, now = self._ring, time.monotonic()
+        ring = self._ring
+        leases = ring.leases(slot)
+        if not leases:
+            ring.publish(slot)  # everybody left
+            return
+        now, rows = time.monotonic(), ring.batch_rows(slot)
         number = batch_number(ring.seq(slot), slot, attempt)
         ring.start_run(slot)
-        if not peer.flights:
-            peer.head_s = now
-        peer.flights[number] = RemoteBatch(number, slot, attempt, now)
-        self.flying += 1
-        self._connections.join(peer, self._message(number, slot))
-
-    def _message(self, number: int, slot: int) -> WireMessage:
-        ring, rows = self._ring, self._ring.batch_rows(slot)
-        leases = ring.leases(slot)
         if self._dense:
             inputs, _ = self._columns.get(slot) or self._open_slot(slot)
             parts = [self._memory[at : at + rows * row_bytes] for at, row_bytes in inputs]
         else:
             parts = [ring.slab(offset, nbytes) if offset else b"" for _, _, offset, nbytes in leases]
+        if not peer.flights:
+            peer.head_s = now
+        peer.flights[number] = RemoteBatch(number, slot, attempt, now)
+        self.flying += 1
         table = [lease[:2] for lease in leases]
-        return WireMessage(MessageKind.BATCH, number, rows, self._limit_ms, 0, table, parts)
+        message = WireMessage(MessageKind.BATCH, number, rows, self._limit_ms, 0, table, parts)
+        self._connections.join(peer, message)
 
     def _land(self, peer: RemotePeer, message: WireMessage) -> None:
         flight = peer.flights.get(message.batch)
@@ -526,7 +532,6 @@ def _send_batches(
             slot = ring.take_or_wait(0, int(left_s * 1e9))
             if slot >= 0:
                 runner.run(slot)
-                connections.flush()
             if slot != CONTROL_SPOKE:
                 continue
             left_s = 0.0

@@ -39,7 +39,6 @@ from fastserve.workers.remote.files import fetch_folder
 from fastserve.workers.remote.keys import SideKey, import_zmq, secure_worker
 from fastserve.workers.remote.protocol import (
     COPIED_BYTES,
-    MOST_JOINED,
     PROTOCOL,
     Failure,
     FileRequest,
@@ -65,7 +64,7 @@ ANSWER_S = 5.0  # for a server that listens to say something
 ENVIRONMENT_MARK = "_FASTSERVE_ENVIRONMENT"
 WATCHDOG_S = 1.0  # beyond run_timeout_ms, after which the runner has given the batch up
 MOST_FRAMES_BYTES = 1 << 32
-HELD_S = 0.0003  # that answers are held for those of batches that wait already
+HELD_S, MOST_HELD = 0.001, 8  # answers are held for those of batches that wait already: so long, so many
 ALARM_S = 0.25  # between two settings of the watchdog, while batches follow each other
 
 
@@ -124,6 +123,9 @@ class LocalArena:
         """Release a batch whose answer was sent."""
         for lease, rows in leases:
             self._front.release(lease, rows)
+
+    def forget(self) -> None:
+        """Read what the ring says of batches that are done, which `run` knows: it keeps only so much."""
         self._front.drain()
 
     def release_sent(self, tracker: Any, leases: list[tuple[int, int]]) -> None:
@@ -419,20 +421,20 @@ class RemoteWorker:
                 self._drop_arena()  # with what was half written into it
                 raise
             del batch
-            nbytes = found.nbytes
-            if nbytes > most_bytes:
-                _make_too_large(found, most_bytes)
-                nbytes = found.nbytes
-            if nbytes < COPIED_BYTES:
-                answers += found.pack()
+            frames = found.pack()
+            if len(frames) > 1 and sum(map(len, frames)) > most_bytes:
+                frames = _too_large(found, most_bytes).pack()
+            if len(frames) == 1:
+                answers += frames
                 arena.release(leases)
             else:
-                arena.release_sent(self._send(found.pack(), copy=False), leases)
+                arena.release_sent(self._send(frames, copy=False), leases)
             if limit_ms and not self._arrived:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 alarm_s = 0.0
-            if not self._arrived or len(answers) == MOST_JOINED or time.monotonic() > since_s + HELD_S:
+            if not self._arrived or len(answers) >= MOST_HELD or time.monotonic() > since_s + HELD_S:
                 self._send_joined(answers)
+                arena.forget()
 
     def _next_batch(self, answers: list[bytes]) -> WireMessage:
         try:
@@ -537,6 +539,7 @@ class RemoteWorker:
             log.exception("the model failed to close")
 
 
-def _make_too_large(found: WireMessage, most_bytes: int) -> None:
+def _too_large(found: WireMessage, most_bytes: int) -> WireMessage:
     text = f"the outputs of this batch have more than {most_bytes >> 20} MB (max_answer_mb of placement)"
-    found.word, found.table, found.parts = Kind.RESOURCE_EXHAUSTED.value, (), [text.encode()]
+    status = Kind.RESOURCE_EXHAUSTED.value
+    return WireMessage(MessageKind.ANSWER, found.batch, found.rows, status, parts=[text.encode()])

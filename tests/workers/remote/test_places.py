@@ -233,8 +233,8 @@ def test_a_worker_that_is_no_longer_needed_answers_what_it_has() -> None:
         assert peer.state is PeerState.RETIRING
         other = it.put([3, 4])
         late = staying.expect(it.connections, MessageKind.BATCH)
-        leaving.send(answer(batch[0], floats([2, 4])))
-        staying.send(answer(late[0], floats([6, 8])))
+        leaving.send(answer(batch, floats([2, 4])))
+        staying.send(answer(late, floats([6, 8])))
         it.until(lambda: not it.runner.flying)
         assert it.result(lease) == floats([2, 4])
         assert it.result(other) == floats([6, 8])
