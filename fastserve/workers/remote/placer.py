@@ -3,10 +3,14 @@ fastserve.workers.remote.placer FD`.
 
     owner   --- begin {ray, listen, logs} --->  placer  --- actors ---> Ray
     runner  --- place, remove -------------->   (places.py has these messages)
+    owner, runners <-- leaving ---------------  its node of Ray has died: another placer is to be started
 
 It decides nothing. Each runner has a line; an actor is placed, watched until it ends, and ended with its
 line. Actors are not detached and Ray restarts none: all of them end with this process as well, which ends
 with the server.
+
+A driver whose node (its raylet) has died can place nothing more. Its actors live on until Ray finds out, some
+15 s later: so long this process lives on too, and the workers serve while another placer starts others.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -36,9 +41,11 @@ log = logging.getLogger("fastserve.workers.remote.placer")  # which is run as __
 TITLE = "placer"
 PATIENCE_S = 5.0  # until the runner gets the reason why an actor has no node yet
 GRACE_S = 5.0  # for a worker to end by itself
+LEAVE_S = 60.0  # for the workers of a lost node's driver to be replaced
 PROBE_S = 5.0
 AGAIN_S = 5.0  # between two tries to reach Ray
-NODE_LOOK_S = 5.0  # between two looks whether the driver's own node lives
+NODE_LOOK_S = 5.0  # between two looks whether the driver's own node lives, for Ray
+_CREDENTIALS = struct.Struct("3i")
 REASON_CHARACTERS = 400
 LOCAL_STORE_BYTES = 80 << 20  # of a Ray of our own: nothing of ours lies in its object store
 NODES_NAMED = 4
@@ -89,11 +96,25 @@ class RayCluster:
         return ray
 
     def lost_node(self) -> bool:
-        """Return whether the node that this driver belongs to has died: Ray ends its actors then, and lets
-        the driver live, which can place nothing any more. Blocks."""
+        """Return whether the node that this driver belongs to has died, for all that Ray knows. Blocks."""
         if self._ray is None:
             return False
         return all(node["NodeID"] != self._node_id for node in self._nodes(self._ray))
+
+    def watch_node(self) -> int:
+        """Return a pidfd of this driver's raylet, which Ray misses only after five health checks; -1 where it
+        cannot be had. Ray tells the raylet's socket, and the kernel who listens there."""
+        if self._ray is None:
+            return -1
+        names = [node.get("RayletSocketName") for node in self._nodes(self._ray) if node["NodeID"] == self._node_id]
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+                line.connect(str(names[0]))
+                told = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return os.pidfd_open(_CREDENTIALS.unpack(told)[0])
+        except (OSError, IndexError) as error:
+            log.warning("the raylet of this machine cannot be watched: %s", error)
+            return -1
 
     def start(self, message: Mapping[str, Any]) -> Any:
         """Ask for an actor; returns its handle."""
@@ -175,6 +196,10 @@ class RunnerLine:
         self._control.watch(self._hear, lambda reason: self.over.set())
         self._say(op="greeting", address=self._cluster.ip, error=self._cluster.error)
 
+    def leave(self) -> None:
+        """Tell the runner that this placer can place nothing any more."""
+        self._say(op="leaving")
+
     async def close(self) -> None:
         """End its actors: each has GRACE_S, as the runner has told the workers to end."""
         for removed in self._removed.values():
@@ -248,46 +273,88 @@ class RunnerLine:
             self._control.send(message)
 
 
-async def _serve(control: ControlChannel, listener: socket.socket, cluster: RayCluster) -> None:
-    """Serve runners until the owner says stop, or is gone."""
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    control.watch(lambda message: stopped.set(), lambda reason: stopped.set())
-    lines: set[asyncio.Task[None]] = set()
+class PlacerLoop:
+    """Serves runners until the owner says stop or is gone, or this driver's node has died and its last runner
+    has gone to another placer. Owns `listener`."""
 
-    async def serve_line(line: socket.socket) -> None:
-        served = RunnerLine(cluster, line)
-        served.open()
-        waits = [asyncio.ensure_future(event.wait()) for event in (served.over, stopped)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        await served.close()
+    def __init__(self, control: ControlChannel, listener: socket.socket, cluster: RayCluster) -> None:
+        self._control, self._listener, self._cluster = control, listener, cluster
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self._lines: dict[RunnerLine, asyncio.Task[None]] = {}
+        self._raylet = -1
+        self._leaving = False
 
-    def accept() -> None:
+    async def run(self) -> None:
+        """Serve to the end."""
+        self._control.watch(lambda message: self._stopped.set(), lambda reason: self._stopped.set())
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._watch_raylet()
+        asking = self._loop.create_task(self._ask_ray())
+        await self._stopped.wait()
+        asking.cancel()
+        self._close_listener()
+        if self._lines:
+            await asyncio.wait(self._lines.values())
+
+    def _accept(self) -> None:
         try:
-            line, _ = listener.accept()
+            line, _ = self._listener.accept()
             check_peer(line)
         except (OSError, ConfigError) as error:
             log.warning("a line was not accepted: %s", error)
             return
-        cluster.reach()
-        task = loop.create_task(serve_line(line))
-        lines.add(task)
-        task.add_done_callback(lines.discard)
+        self._cluster.reach()
+        self._watch_raylet()
+        served = RunnerLine(self._cluster, line)
+        self._lines[served] = self._loop.create_task(self._serve_line(served))
 
-    async def watch_node() -> None:
-        while not await asyncio.to_thread(cluster.lost_node):
+    async def _serve_line(self, served: RunnerLine) -> None:
+        served.open()
+        waits = [asyncio.ensure_future(event.wait()) for event in (served.over, self._stopped)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await served.close()
+        del self._lines[served]
+        if self._leaving and not self._lines:
+            self._stopped.set()
+
+    def _watch_raylet(self) -> None:
+        if self._raylet < 0 and not self._leaving:
+            self._raylet = self._cluster.watch_node()
+            if self._raylet >= 0:
+                self._loop.add_reader(self._raylet, self._leave)
+
+    async def _ask_ray(self) -> None:
+        while not await asyncio.to_thread(self._cluster.lost_node):
             await asyncio.sleep(NODE_LOOK_S)
-        log.error("this machine's node of Ray has died, and all workers that were placed from here with it")
-        exit_now(1)
+        self._leave()
 
-    loop.add_reader(listener.fileno(), accept)
-    watching = loop.create_task(watch_node())
-    await stopped.wait()
-    watching.cancel()
-    loop.remove_reader(listener.fileno())
-    if lines:
-        await asyncio.wait(lines)
+    def _leave(self) -> None:
+        """Make room for another placer, and live for as long as the workers of this one are needed."""
+        if self._raylet >= 0:
+            self._loop.remove_reader(self._raylet)
+            os.close(self._raylet)
+            self._raylet = -1
+        if self._leaving or self._stopped.is_set():
+            return
+        self._leaving = True
+        log.error("this machine's node of Ray has died; the workers on Ray go with it, and others are placed")
+        self._close_listener()
+        for served in self._lines:
+            served.leave()
+        with contextlib.suppress(ControlFault):  # the owner is gone, which ends this process
+            self._control.send({"op": "leaving"})
+        self._loop.call_later(LEAVE_S if self._lines else 0.0, self._stopped.set)
+
+    def _close_listener(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+
+
+async def _serve(control: ControlChannel, listener: socket.socket, cluster: RayCluster) -> None:
+    await PlacerLoop(control, listener, cluster).run()
 
 
 def _open_logs(logs: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The placer as its server sees it: started with it, started again when it ends, ended with it.
+"""The placer as its server sees it: started with it, started again when it ends, ended with it. One that can
+place nothing any more says that it leaves: another is started beside it.
 
 No part of Ray is imported here. A placer is known by a name without a file (an abstract socket), which its
 runners get with the model's config, and which stays when it is started again.
@@ -15,6 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from fastserve.errors import ConfigError, install_text
 from fastserve.settings.model_options import RayPlacement
@@ -55,6 +57,7 @@ class PlacerProcess:
         self.name = f"fastserve-placer-{os.getpid()}-{secrets.token_hex(16)}"
         self._ray, self._backoff, self._started_s = ray, Backoff(), 0.0
         self._process: WorkerProcess | None = None
+        self._leaving: list[WorkerProcess] = []
         self._again: asyncio.TimerHandle | None = None
         self._closing = False
 
@@ -65,25 +68,42 @@ class PlacerProcess:
 
     def open(self) -> None:
         """Start the process; it connects to Ray by itself. Raises OSError."""
-        self._process = WorkerProcess(
-            worker_environment(0, {}), lambda message: None, self._ended, entry=ENTRY_PLACER, trusted=True
+        made = WorkerProcess(
+            worker_environment(0, {}),
+            lambda message: self._hear(made, message),
+            lambda words: self._ended(made, words),
+            entry=ENTRY_PLACER,
+            trusted=True,
         )
-        self._process.spawn()
-        self._started_s = time.monotonic()
+        made.spawn()
+        self._process, self._started_s = made, time.monotonic()
         with contextlib.suppress(ControlFault):  # it has ended already, and is started again
-            self._process.send({"op": "begin", "ray": self._ray, "listen": self.name, "logs": current_logs()})
+            made.send({"op": "begin", "ray": self._ray, "listen": self.name, "logs": current_logs()})
 
     async def close(self) -> None:
         """End it, and what it has placed."""
         self._closing = True
         if self._again is not None:
             self._again.cancel()
-        if self._process is not None:
-            await self._process.stop(STOP_S)
+        placers = [*self._leaving, *([self._process] if self._process is not None else [])]
+        await asyncio.gather(*(placer.stop(STOP_S) for placer in placers))
 
-    def _ended(self, words: str) -> None:
+    def _hear(self, placer: WorkerProcess, message: Mapping[str, Any]) -> None:
+        if message["op"] == "leaving" and placer is self._process and not self._closing:
+            self._leaving.append(placer)
+            self._process = None
+            self._open_again()
+
+    def _ended(self, placer: WorkerProcess, words: str) -> None:
+        if placer in self._leaving:
+            self._leaving.remove(placer)
+            log.info("the placer that left has ended (%s)", words)
+            return
         if self._closing:
             return
+        self._start_later(words)
+
+    def _start_later(self, words: str) -> None:
         wait_s = self._backoff.after_death(time.monotonic() - self._started_s)
         log.error(
             "the placer ended (%s), and with it all workers on Ray; it starts again in %g s", words, wait_s
@@ -94,7 +114,7 @@ class PlacerProcess:
         try:
             self.open()
         except OSError as error:
-            self._ended(str(error.strerror))
+            self._start_later(str(error.strerror))
 
 
 def find_shortages(ray: str, placements: Mapping[str, RayPlacement]) -> dict[str, str]:

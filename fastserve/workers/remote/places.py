@@ -7,9 +7,11 @@
       | <-- placed {number, node} -------------------------|
       | <-- ended {number, reason} ------------------------|   the worker, its actor or its node
       | --- remove {number} ------------------------------>|   the actor ends soon
+      | <-- leaving ---------------------------------------|   it can place nothing more; the next placer will
 
 Ray starts nothing again: how many workers there are, when one that ended is started anew, and which ends when
-fewer are enough, is decided here. The line's end ends all of them.
+fewer are enough, is decided here. The line's end ends all of them. When a placer leaves, its workers serve
+until those of the next one do.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +40,8 @@ log = logging.getLogger(__name__)
 
 GREETING_S = 120.0  # for a placer that is started, and for Ray
 LOOK_S = 0.1
+CONNECT_S = 1.0  # between two tries to reach the next placer
+REPLACE_S = 25.0  # for the next placer's workers: Ray ends the others after some 15 s, and requests wait for 10
 BUSY_S = 2.0  # over which workers at work are averaged
 MOST_FAILED_STARTS = 3  # of a version's first workers
 _CREDENTIALS = struct.Struct("3i")
@@ -49,11 +54,14 @@ class PlacerGone(Exception):
 class PlacerLink:
     """The runner's line to the server's placer. Owns its socket; `address` is this machine's, for others."""
 
-    def __init__(self, name: str, limit_s: float = GREETING_S) -> None:
-        """Connect, and wait for Ray. Raises ConfigError."""
+    def __init__(self, name: str, limit_s: float = GREETING_S, *, greet: bool = True) -> None:
+        """Connect, and wait for Ray; without `greet` the greeting is left to `receive`. Raises ConfigError."""
         until_s = time.monotonic() + limit_s
+        self.name, self.address = name, ""
         self._control = ControlChannel(_connect(name, until_s), owner=True, trusted=True)
         self.fileno = self._control.fileno
+        if not greet:
+            return
         greeting = self.wait(until_s - time.monotonic())
         self.address = str(greeting["address"])
         if greeting["error"]:
@@ -191,16 +199,22 @@ class WorkerPlaces:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failed_starts, self.trouble = 0, ""  # in a row, before any was ready; why the last is missing
-        self._link, self._launch, self._connections, self._clock = link, launch, connections, clock
+        self._launch, self._connections, self._clock = launch, connections, clock
+        self._name, self._greeted, self._connect_s = link.name, True, 0.0
+        self._link: PlacerLink | None = link  # None: between two placers
+        self._former: list[PlacerLink] = []  # to placers that leave
+        self._outgoing: list[RemotePeer] = []  # workers that those have placed
+        self._replaced_s = 0.0  # when the next placer's are to serve
         self._policy = ScalePolicy(launch.placement)
         self._places: list[WorkerPlace] = []
         self._retiring: list[RemotePeer] = []
         self._last = 0
         self._busy = self._looked_s = 0.0
 
-    def fileno(self) -> int:
-        """The descriptor of the line, readable when `turn` has something to do."""
-        return self._link.fileno()
+    def descriptors(self) -> list[int]:
+        """Return descriptors that are readable when `turn` has something to do."""
+        links = [*self._former, *([self._link] if self._link is not None else [])]
+        return [link.fileno() for link in links]
 
     @property
     def wanted(self) -> int:
@@ -212,12 +226,18 @@ class WorkerPlaces:
         """Whether `turn` is due by the clock."""
         return self._clock() >= self._looked_s + LOOK_S
 
+    @property
+    def replacing(self) -> bool:
+        """Whether workers are on their way because their placer has left."""
+        return self._clock() < self._replaced_s
+
     def turn(self, queue_s: Callable[[], float]) -> None:
         """Take what the placer says, and start and end workers. `queue_s` returns how long the rows that wait
         will take. Raises PlacerGone."""
-        while (message := self._link.receive()) is not None:
-            self._take(message)
         now = self._clock()
+        while self._link is not None and (message := self._link.receive()) is not None:
+            self._hear(message, now)
+        self._hear_former()
         if not self.due:
             return
         self._match(now)
@@ -227,11 +247,60 @@ class WorkerPlaces:
         self._looked_s, before = now, self.wanted
         if self._policy.decide(now, len(ready), waits_s, self._busy) != before:
             log.info("%d workers are wanted, after %d: rows wait for %.2f s", self.wanted, before, waits_s)
-        self._fill(now)
+        self._replace(now)
+        if self._greeted:
+            self._fill(now)
 
     def close(self) -> None:
         """End all workers."""
-        self._link.close()
+        for link in [*self._former, *([self._link] if self._link is not None else [])]:
+            link.close()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _hear(self, message: Mapping[str, Any], now: float) -> None:
+        assert self._link is not None
+        if message["op"] == "leaving":
+            log.warning("the placer leaves: another is to place %d workers", self.wanted)
+            self._outgoing += [place.peer for place in self._places if place.peer is not None]
+            self._places.clear()
+            self._former.append(self._link)
+            self._link, self._greeted, self._replaced_s = None, False, now + REPLACE_S
+        elif message["op"] == "greeting":
+            self._greeted, self.trouble = not message["error"], str(message["error"])
+            if self.trouble:
+                self._link.close()
+                self._link, self._connect_s = None, now + CONNECT_S
+        else:
+            self._take(message)
+
+    def _hear_former(self) -> None:
+        """Read what placers that leave say; of their workers the connections know."""
+        for link in list(self._former):
+            try:
+                while link.receive() is not None:
+                    pass
+            except PlacerGone:
+                self._former.remove(link)
+                link.close()
+
+    def _replace(self, now: float) -> None:
+        """Connect to the next placer. Once as many of its workers serve as are wanted, the others may go."""
+        if self._link is None and now >= self._connect_s:
+            self._connect_s = now + CONNECT_S
+            with suppress(ConfigError):  # there is none yet
+                self._link = PlacerLink(self._name, 0.0, greet=False)
+        serving = sum(place.ready_s > 0 for place in self._places)
+        self._replaced_s = 0.0 if serving else self._replaced_s
+        if self._outgoing and serving >= self.wanted:
+            for peer in self._outgoing:
+                if peer.state is not PeerState.RETIRING:
+                    self._connections.retire(peer)
+        self._outgoing = [peer for peer in self._outgoing if peer.identity in self._connections.peers]
+        while self._former and self._greeted and not self._outgoing:
+            self._former.pop().close()
 
     def _take(self, message: Mapping[str, Any]) -> None:
         place = next((one for one in self._places if one.number == message["number"]), None)
@@ -255,7 +324,7 @@ class WorkerPlaces:
             if place.peer is not None and place.peer.state is PeerState.READY and not place.ready_s:
                 place.ready_s, self.failed_starts = now, 0
             if known is not None and known.model is not None and place.peer is None:
-                self._link.send({"op": "remove", "number": place.number})
+                self._say({"op": "remove", "number": place.number})
                 self._end(place, "its connection has ended")
         for peer in [peer for peer in self._retiring if not peer.flights]:
             self._retiring.remove(peer)
@@ -284,7 +353,7 @@ class WorkerPlaces:
             if not place.number and now >= place.starts_s:
                 self._last += 1
                 place.number = self._last
-                self._link.send(self._launch.message(place.number))
+                self._say(self._launch.message(place.number))
 
     def _give_up(self, place: WorkerPlace) -> None:
         self._places.remove(place)
@@ -294,12 +363,12 @@ class WorkerPlaces:
         elif place.peer is not None:
             self._let_go(place.peer)
         elif place.number:
-            self._link.send({"op": "remove", "number": place.number})
+            self._say({"op": "remove", "number": place.number})
 
     def _let_go(self, peer: RemotePeer) -> None:
         if peer.identity in self._connections.peers:
             self._connections.retire(peer)
-        self._link.send({"op": "remove", "number": peer.place})
+        self._say({"op": "remove", "number": peer.place})
 
 
 def _worth(place: WorkerPlace) -> tuple[bool, int, int]:

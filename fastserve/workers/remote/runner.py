@@ -139,12 +139,17 @@ class RemoteVersion:
                     f"the placer has ended, and its remote workers with it: {gone}"
                 ) from None
 
+    @property
+    def replacing(self) -> bool:
+        """Whether workers are on their way although none may be left."""
+        return self.places is not None and self.places.replacing
+
     def wait(self, timeout_s: float) -> None:
         """Wait until `turn` may have something to do."""
         if self.places is None:
             self.connections.wait(timeout_s)
         else:
-            self.connections.wait(min(timeout_s, LOOK_S), self.places.fileno())
+            self.connections.wait(min(timeout_s, LOOK_S), *self.places.descriptors())
 
     def run(self, inputs: Any) -> Any:
         """Refuse: batches of a remote model go through its runner alone."""
@@ -290,7 +295,7 @@ class RemoteRunner:
         while self._again and self.room:
             self._send(*self._again.popleft(), self._choose())
             self._connections.flush()
-        if not self._connections.ready:
+        if not self._connections.ready and not self._model.replacing:
             raise LastWorkerLost("its last remote worker is lost")
         if now >= self._report_s:
             self._report_s = now + REPORT_S
@@ -418,7 +423,7 @@ class RemoteRunner:
     def _lost(self, peer: RemotePeer, reason: str) -> None:
         flights, peer.flights = list(peer.flights.values()), {}
         self.flying -= len(flights)
-        others = bool(self._connections.ready)
+        others = bool(self._connections.ready) or self._model.replacing
         for flight in flights:
             attempt = flight.attempt + 1
             if attempt < MOST_ATTEMPTS and self._retries and others:
@@ -476,7 +481,7 @@ def serve_remote(
     arena, connections = Arena.join(message, fds), model.connections
     watch, runner = select.epoll(), None
     try:
-        placer = () if model.places is None else (model.places.fileno(),)
+        placer = [] if model.places is None else model.places.descriptors()
         for fd in (control.fileno(), *placer, *connections.descriptors()):
             watch.register(fd, select.EPOLLIN)
         ring = arena.ring(worker=int(message["worker"]), control=watch.fileno())

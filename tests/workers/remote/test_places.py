@@ -16,12 +16,13 @@ from fastserve.errors import ConfigError
 from fastserve.repository.check import explain
 from fastserve.settings import Settings
 from fastserve.settings.model_options import PlacementOptions, RayPlacement, WorkerRange
-from fastserve.workers.control import ControlChannel
+from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.remote.connections import PeerState, WorkerConnections
 from fastserve.workers.remote.main import WorkerOrder
 from fastserve.workers.remote.placer_process import NOT_GIVEN, check_ray
 from fastserve.workers.remote.places import (
     LOOK_S,
+    REPLACE_S,
     PlacerGone,
     PlacerLink,
     ScalePolicy,
@@ -73,13 +74,20 @@ class Placer:
         finally:
             self._greeting.join()
 
+    def accept(self, error: str = "") -> ControlChannel:
+        """Be the next placer; returns the line to the one before."""
+        former = self.line
+        self._listener.settimeout(30.0)
+        self._greet(error)
+        return former
+
     def asked(self) -> list[tuple[str, int]]:
         """Everything that the runner has asked for since the last time."""
         found = []
         while True:
             try:
                 message = self.line.receive().message
-            except BlockingIOError:
+            except (BlockingIOError, PeerGone):
                 return found
             found.append((message["op"], message["number"]))
 
@@ -214,6 +222,54 @@ def test_workers_that_do_not_serve_yet_are_given_up_first(make: Callable[[int, i
     assert it.look(10.0) == [("remove", 2), ("remove", 3)]
     assert [peer.place for peer in it.connections.peers.values()] == [1]
     assert it.places.wanted == 1
+
+
+@pytest.mark.logs_errors
+def test_workers_of_a_placer_that_leaves_serve_until_those_of_the_next_one_do(
+    make: Callable[[int, int], Rig],
+) -> None:
+    it = make(1, 1)
+    it.look()
+    old = it.connect(1)
+    assert it.look() == []
+    it.placer.line.send({"op": "leaving"})
+    it.look()
+    former = it.placer.accept("Ray (auto) cannot be used: no node of it is here")
+    it.look(), it.look(0.5)
+    assert it.places.trouble.endswith("no node of it is here")
+    assert it.places.replacing
+    it.look(1.0)
+    it.placer.accept()
+    assert it.look() == [("place", 2)]
+    assert [peer.place for peer in it.connections.ready] == [1]
+    new = it.connect(2)
+    assert it.look() == []
+    assert [peer.place for peer in it.connections.ready] == [2]
+    assert not it.places.replacing
+    old.expect(it.connections, MessageKind.BYE)
+    with pytest.raises(PeerGone):
+        former.receive()
+    assert new.receive(it.connections, limit_s=0.05) is None
+
+
+@pytest.mark.logs_errors
+def test_workers_of_a_placer_that_leaves_may_be_lost_before_the_next_ones_come(
+    make: Callable[[int, int], Rig],
+) -> None:
+    it = make(1, 1)
+    it.look()
+    it.connect(1)
+    it.placer.line.send({"op": "leaving"})
+    it.look()
+    former = it.placer.accept()
+    former.close()
+    it.connections.drop(it.connections.ready[0], "a test says so")
+    assert it.look() == [("place", 2)]
+    assert it.places.replacing
+    assert it.look(REPLACE_S) == []
+    assert not it.places.replacing  # and the runner ends, as without its last worker
+    it.connect(2)
+    assert it.look() == []
 
 
 def test_without_its_placer_there_are_no_workers(make: Callable[[int, int], Rig]) -> None:

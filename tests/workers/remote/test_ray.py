@@ -280,6 +280,50 @@ def test_the_placers_death_is_its_workers_and_it_is_started_again(tmp_path: Path
     await_no_workers()
 
 
+def raylet_of(nodes: RayNodes, name: str) -> int:
+    found = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    commands = {pid: proc.read(pid, "cmdline").split("\0") for pid in found}
+    (pid,) = [
+        pid
+        for pid, words in commands.items()
+        if words[0].endswith("/raylet") and {f"--node-name={name}", f"--gcs-address={nodes.address}"} <= {*words}
+    ]
+    return pid
+
+
+@pytest.mark.logs_errors
+def test_workers_serve_on_when_the_servers_own_node_of_ray_dies_and_others_take_their_place(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    """Ray ends its driver's workers 15 s after it has missed the node; until then, others are there."""
+    placed(tmp_path, 2)
+
+    async def work() -> None:
+        async with serving(tmp_path, ray=nodes.address) as served:
+            await all_right(served, 5)
+            before, placer = workers(), served.server.placer
+            assert placer is not None
+            pid, stop = placer.pid, asyncio.Event()
+
+            async def drive(number: float) -> None:
+                while not stop.is_set():
+                    assert await served.ask(number) == (200, [2 * number])
+                    await asyncio.sleep(0.05)
+
+            load = [asyncio.ensure_future(drive(float(number))) for number in range(1, 5)]
+            os.kill(raylet_of(nodes, "head"), signal.SIGKILL)
+            await served.until(lambda: placer.pid not in (0, pid))
+            async with asyncio.timeout(90):
+                while set(workers()) & set(before) or len(workers()) < 2 or os.path.exists(f"/proc/{pid}"):
+                    await asyncio.sleep(0.1)
+            await all_right(served, 20)
+            stop.set()
+            await asyncio.gather(*load)
+
+    run(work())
+    await_no_workers()
+
+
 @pytest.mark.logs_errors
 def test_a_cluster_that_is_not_there_says_so(tmp_path: Path) -> None:
     placed(tmp_path)
