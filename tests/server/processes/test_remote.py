@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fastserve.errors import ServeError
 from fastserve.workers.remote.keys import write_keys
 from tests.running import free_port
 from tests.server.rig import HOLD, KILL_ONCE, Served, release, run, seen, serving, write_model
-from tests.workers.remote.rig import Machine, machine
+from tests.workers.remote.rig import CableLink, Machine, machine
 
 BEAT_S = 0.2
+LOST_S = 30.0  # for answers after a worker is lost: far below what TCP itself would wait
 
 
 @contextlib.contextmanager
@@ -125,6 +130,54 @@ def test_what_a_paused_worker_had_runs_elsewhere_and_its_late_answer_counts_for_
         run(work())
 
 
+@pytest.mark.logs_errors
+@pytest.mark.parametrize("how", ["stalls", "is cut"])
+def test_what_is_beyond_a_link_that_breaks_runs_elsewhere_and_the_worker_comes_back(
+    tmp_path: Path, how: str
+) -> None:
+    """Each end lives on, and only where the link is cut does TCP say anything."""
+    with placed(tmp_path, instances=2, max_batch_size=1) as workers:
+
+        async def work() -> None:
+            async with CableLink(workers.listen) as link, _far(link.address, tmp_path) as far:
+                (near,) = workers.start()
+                far.start()
+                async with serving(tmp_path) as served:
+                    loads = [asyncio.ensure_future(all_right(served, 150)) for _ in range(2)]
+                    await served.until(lambda: len(seen(tmp_path)) > 10)
+                    link.flowing.clear()
+                    if how == "is cut":
+                        link.cut()
+                    await asyncio.gather(*loads)
+                    broken_s = time.monotonic()
+                    await all_right(served, 20)  # with requests that the far worker may have had
+                    assert time.monotonic() - broken_s < LOST_S
+                    await until_connected(served, 1)
+                    link.flowing.set()
+                    await until_connected(served, 2)
+                    near.signal(signal.SIGKILL)
+                    workers.await_end(near)
+                    await all_right(served, 20)
+
+        run(work())
+
+
+@contextlib.asynccontextmanager
+async def _far(listen: str, folder: Path) -> AsyncIterator[Machine]:
+    with machine(listen, folder / "far") as made:
+        yield made
+
+
+async def until_connected(served: Served, count: int) -> None:
+    """Wait until so many remote workers serve."""
+    client = await served.client()
+    line = f'fastserve_remote_workers{{model="twice",node="{socket.gethostname()}",version="1"}} {count}.0'
+    async with asyncio.timeout(60):
+        while line not in (await client.get("/metrics"))[1].decode():
+            await asyncio.sleep(0.05)
+    client.close()
+
+
 def _processor_time(pid: int) -> int:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
@@ -201,11 +254,84 @@ def test_a_model_that_cannot_be_loaded_there_says_why(tmp_path: Path) -> None:
         run(work())
 
 
+STRINGS = """
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs):
+        return {"y": inputs["x"] * 2}
+"""
+
+
+async def v2(served: Served, model: str, datatype: str, shape: list[int], data: list[Any]) -> list[Any]:
+    """The first output of one request of V2."""
+    client = await served.client()
+    tensor = {"name": "x", "datatype": datatype, "shape": shape, "data": data}
+    status, body = await client.post(
+        f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}).encode()
+    )
+    client.close()
+    assert status == 200, body
+    found: list[Any] = json.loads(body)["outputs"][0]["data"]
+    return found
+
+
+def test_each_backend_runs_remotely_as_it_does_here(tmp_path: Path) -> None:
+    """Strings, and models of ONNX Runtime and PyTorch, beside the same models in a local worker."""
+    torch_models = pytest.importorskip("tests.backends.frameworks.torch_models")
+    pytest.importorskip("onnx")
+    from tests.backends import models
+
+    def write(root: Path, name: str, **config: Any) -> None:
+        folder = root / name
+        folder.mkdir(parents=True)
+        text = {"dtype": "bytes", "shape": [1]}
+        if name == "strings":
+            (folder / "1").mkdir()
+            (folder / "1" / "model.py").write_text(STRINGS)
+            config |= {"backend": "python", "inputs": {"x": text}, "outputs": {"y": text}}
+        elif name == "onnx":
+            models.affine(folder).parent.joinpath("1").rename(folder / "1")
+            config |= {"backend": "onnx"}
+        else:
+            torch_models.save_script(root, torch_models.net(), name)
+            config |= torch_models.CONFIG
+        (folder / "model.yaml").write_text(yaml.safe_dump({"max_batch_size": 8, **config}))
+
+    async def answers(folder: Path) -> list[Any]:
+        async with serving(folder) as served:
+            rows = [[float(number + column) for column in range(4)] for number in range(3)]
+            flat = [number for row in rows for number in row]
+            three = [number for row in rows for number in row[:3]]
+            return [
+                await v2(served, "strings", "BYTES", [3, 1], ["a", "\u00e9\u4e00", ""]),
+                await v2(served, "onnx", "FP32", [3, 3], three),
+                await v2(served, "torch", "FP32", [3, 4], flat),
+            ]
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    with contextlib.ExitStack() as stack:
+        for name in ("strings", "onnx", "torch"):
+            write(here, name)
+            listen = f"127.0.0.1:{free_port()}"
+            write(there, name, placement={"remote": {"listen": listen, "heartbeat_s": BEAT_S}})
+            stack.enter_context(machine(listen, tmp_path / "cache")).start()
+        found: list[list[Any]] = []
+        for folder in (here, there):
+            run(_kept(answers(folder), found))
+    assert found[0] == found[1]
+    assert found[1][0] == ["aa", "\u00e9\u4e00" * 2, ""]
+    assert found[1][1] == [2.0 * (row + column) + 1 for row in range(3) for column in range(3)]
+
+
+async def _kept(asked: Coroutine[Any, Any, list[Any]], found: list[list[Any]]) -> None:
+    found.append(await asked)
+
+
 def test_only_workers_with_the_key_serve(tmp_path: Path) -> None:
     server, worker = write_keys(tmp_path / "keys")
     _, other = write_keys(tmp_path / "others")
     with placed(tmp_path, remote={"key": str(server)}) as plain:
-        listen = plain._order.connect
+        listen = plain.listen
         with (
             machine(listen, tmp_path / "c", other) as strangers,
             machine(listen, tmp_path / "c", worker) as own,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -42,6 +43,7 @@ class Machine:
     """A machine with remote workers, which end with the test."""
 
     def __init__(self, listen: str, cache: Path, key: Path | None = None) -> None:
+        self.listen = listen
         self._order = WorkerOrder(listen, str(key or ""), str(cache), log_level="warning")
         self._workers: dict[SupervisedWorker, int] = {}
 
@@ -75,6 +77,54 @@ def machine(listen: str, cache: Path, key: Path | None = None) -> Iterator[Machi
         yield made
     finally:
         made.close()
+
+
+class CableLink:
+    """A TCP link to an address, which a test stalls (nothing flows, nobody is told) and cuts."""
+
+    def __init__(self, to: str) -> None:
+        self._to, self.flowing = to, asyncio.Event()
+        self.flowing.set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.connections = 0
+
+    async def __aenter__(self) -> CableLink:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """End every connection."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        host, _, port = self._to.rpartition(":")
+        ends = [writer]
+        try:
+            there, back = await asyncio.open_connection(host, int(port))
+            ends.append(back)
+            self._writers.update(ends)
+            await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+        except OSError:
+            pass  # one end is gone, and so is the other
+        finally:
+            self._writers.difference_update(ends)
+            for end in ends:
+                end.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            await self.flowing.wait()
+            writer.write(data)
+            await writer.drain()
+        raise ConnectionResetError
 
 
 def welcome(**changes: Any) -> Welcome:
