@@ -392,7 +392,7 @@ class WorkerLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = ""
     """Folder of the model's versions where workers see it too; empty: files are sent to them."""
     in_flight: Annotated[int, Meta(ge=0, le=16)] = 0
-    """Batches a worker has at a time; 0: four of less than 0.5 ms, two of less than 2 ms, else one."""
+    """Batches a worker has at a time; 0: as many as take 2 ms, from one to 16."""
     heartbeat_s: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
     """Seconds between heartbeats; three that are missed are a worker's death."""
     max_answer_mb: Annotated[int, Meta(ge=1, le=4096)] = 256

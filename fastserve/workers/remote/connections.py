@@ -29,8 +29,8 @@ from fastserve.workers.remote.files import ShippedFolder
 from fastserve.workers.remote.keys import KeyGate, SideKey, import_zmq, secure_server
 from fastserve.workers.remote.protocol import (
     COPIED_BYTES,
-    PROTOCOL,
     MOST_JOINED,
+    PROTOCOL,
     Failure,
     FileRequest,
     Go,
@@ -190,8 +190,8 @@ class WorkerConnections:
         return [peer for peer in self.peers.values() if peer.model is not None]
 
     def turn(self, *, rare: bool = True) -> None:
-        """Receive what has arrived, and send heartbeats that are due. Without `rare` it may leave for RARELY_S
-        what is neither of a worker nor of batches."""
+        """Receive what has arrived, and send heartbeats that are due. Without `rare` it may leave
+        for RARELY_S what is neither of a worker nor of batches."""
         self._receive_all()
         now = self._clock()
         if rare or now >= self._next_look_s:
@@ -231,8 +231,9 @@ class WorkerConnections:
         return self._next_beat_s
 
     def send(self, peer: RemotePeer, frames: Sequence[Any]) -> bool:
-        """Send a message, after those that were joined; memory of `frames` must stay until it was answered, or
-        the connection is closed. Returns False, and the peer is lost, where its connection has ended."""
+        """Send a message, after those that were joined; memory of `frames` must stay until it was
+        answered, or the connection is closed. Returns False, and the peer is lost, where its connection has
+        ended."""
         if peer.joined and not self._send_joined(peer):
             return False
         return self._send_frames(peer, frames)

@@ -106,7 +106,9 @@ class RayCluster:
         cannot be had. Ray tells the raylet's socket, and the kernel who listens there."""
         if self._ray is None:
             return -1
-        names = [node.get("RayletSocketName") for node in self._nodes(self._ray) if node["NodeID"] == self._node_id]
+        names = [
+            node.get("RayletSocketName") for node in self._nodes(self._ray) if node["NodeID"] == self._node_id
+        ]
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
                 line.connect(str(names[0]))

@@ -41,7 +41,9 @@ log = logging.getLogger(__name__)
 GREETING_S = 120.0  # for a placer that is started, and for Ray
 LOOK_S = 0.1
 CONNECT_S = 1.0  # between two tries to reach the next placer
-REPLACE_S = 25.0  # for the next placer's workers: Ray ends the others after some 15 s, and requests wait for 10
+REPLACE_S = (
+    25.0  # for the next placer's workers: Ray ends the others after some 15 s, and requests wait for 10
+)
 BUSY_S = 2.0  # over which workers at work are averaged
 MOST_FAILED_STARTS = 3  # of a version's first workers
 _CREDENTIALS = struct.Struct("3i")
@@ -55,7 +57,8 @@ class PlacerLink:
     """The runner's line to the server's placer. Owns its socket; `address` is this machine's, for others."""
 
     def __init__(self, name: str, limit_s: float = GREETING_S, *, greet: bool = True) -> None:
-        """Connect, and wait for Ray; without `greet` the greeting is left to `receive`. Raises ConfigError."""
+        """Connect, and wait for Ray; without `greet` the greeting is left to `receive`. Raises
+        ConfigError."""
         until_s = time.monotonic() + limit_s
         self.name, self.address = name, ""
         self._control = ControlChannel(_connect(name, until_s), owner=True, trusted=True)

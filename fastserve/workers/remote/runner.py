@@ -67,8 +67,8 @@ MOST_ATTEMPTS = 2
 LOST = pack_status(Kind.UNAVAILABLE, Reason.WORKER_LOST)
 DIED = "the worker process that ran this request died"
 LATE = "the worker process that ran this request was ended: a batch ran longer than run_timeout_ms {}"
-# Batches that wait at a worker's side hide the way there, and wait behind one queue more: worth it only as far
-# as they take no longer than the way.
+# Batches that wait at a worker's side hide the way there, and wait behind one queue more: worth it only as
+# far as they take no longer than the way.
 AHEAD_S, MOST_AHEAD = 0.002, 16
 # From so many batches at a worker on, another is taken once it is full: those it has hide the way, and rows
 # that wait meanwhile make one batch, as they do while a local worker is busy. A worker with more than half of
@@ -285,8 +285,8 @@ class RemoteRunner:
         self._connections.flush()
 
     def turn(self, *, rare: bool = True) -> None:
-        """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost. `rare`: see
-        WorkerConnections."""
+        """Receive answers, notice losses, and send on what lost its worker. Raises LastWorkerLost. `rare`:
+        see WorkerConnections."""
         self._model.turn(self._queue_s, rare=rare)
         now = time.monotonic()
         if self._limit_ms and self.flying and now >= self._late_s:
@@ -330,8 +330,8 @@ class RemoteRunner:
         return self._in_flight or _suitable(peer.run_s)
 
     def _send(self, slot: int, attempt: int, peer: RemotePeer | None) -> None:
-        """Have a batch leave for a worker, with the next flush; where its connection ends at that, it is given
-        back. Without a worker it waits for one."""
+        """Have a batch leave for a worker, with the next flush; where its connection ends at that, it is
+        given back. Without a worker it waits for one."""
         if peer is None:
             self._again.append((slot, attempt))
             return
@@ -345,7 +345,7 @@ class RemoteRunner:
         ring.start_run(slot)
         if self._dense:
             inputs, _ = self._columns.get(slot) or self._open_slot(slot)
-            parts = [self._memory[at : at + rows * row_bytes] for at, row_bytes in inputs]
+            parts: list[Any] = [self._memory[at : at + rows * row_bytes] for at, row_bytes in inputs]
         else:
             parts = [ring.slab(offset, nbytes) if offset else b"" for _, _, offset, nbytes in leases]
         if not peer.flights:

@@ -187,9 +187,7 @@ class LocalArena:
             leases.append((lease, count))
         return leases
 
-    def _write(
-        self, slot: int, rows: int, wanted: Sequence[tuple[int, int]], parts: Sequence[Any]
-    ) -> None:
+    def _write(self, slot: int, rows: int, wanted: Sequence[tuple[int, int]], parts: Sequence[Any]) -> None:
         if not self.dense:
             for (lease, _), part in zip(wanted, parts, strict=True):
                 self._attach(lease, part)

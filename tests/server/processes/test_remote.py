@@ -266,9 +266,7 @@ async def v2(served: Served, model: str, datatype: str, shape: list[int], data: 
     """The first output of one request of V2."""
     client = await served.client()
     tensor = {"name": "x", "datatype": datatype, "shape": shape, "data": data}
-    status, body = await client.post(
-        f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}).encode()
-    )
+    status, body = await client.post(f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}).encode())
     client.close()
     assert status == 200, body
     found: list[Any] = json.loads(body)["outputs"][0]["data"]

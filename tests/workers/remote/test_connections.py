@@ -26,7 +26,6 @@ from fastserve.workers.remote.protocol import (
 )
 from tests.workers.remote.rig import Player, answer, bench, damaged, floats, welcome
 
-
 (HELLO,) = WireMessage(MessageKind.HELLO).pack()
 
 

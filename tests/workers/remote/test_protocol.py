@@ -39,7 +39,11 @@ def test_a_message_is_read_as_it_was_packed(message: WireMessage) -> None:
     assert read_messages([memoryview(frame) for frame in frames]) == [message]
 
 
-@given(st.lists(MESSAGES.filter(lambda message: sum(map(len, message.parts)) < COPIED_BYTES), min_size=1, max_size=5))
+@given(
+    st.lists(
+        MESSAGES.filter(lambda message: sum(map(len, message.parts)) < COPIED_BYTES), min_size=1, max_size=5
+    )
+)
 def test_messages_of_one_frame_are_read_one_after_the_other(messages: list[WireMessage]) -> None:
     frame = b"".join(frame for message in messages for frame in message.pack())
     assert read_messages([memoryview(frame)]) == messages

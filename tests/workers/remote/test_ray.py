@@ -286,7 +286,8 @@ def raylet_of(nodes: RayNodes, name: str) -> int:
     (pid,) = [
         pid
         for pid, words in commands.items()
-        if words[0].endswith("/raylet") and {f"--node-name={name}", f"--gcs-address={nodes.address}"} <= {*words}
+        if words[0].endswith("/raylet")
+        and {f"--node-name={name}", f"--gcs-address={nodes.address}"} <= {*words}
     ]
     return pid
 
