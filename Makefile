@@ -21,6 +21,8 @@ ARGS ?=
 JOBS ?= auto
 PYTHONS ?= $(PYTHON)
 TORCH_INDEX ?=
+# JOBS processes of a suite, or $2 a core; at most $1.
+forks = $(shell n=$(or $(filter-out auto,$(JOBS)),$$(($2 * $$(nproc)))); echo $$((n < $1 ? n : $1)))
 
 CHECKED := build/.compiler
 RUNTIME := $(VENV)/.runtime
@@ -85,15 +87,14 @@ install: $(RUNTIME) $(EXTENSIONS) $(PROTOS)
 serve: install
 	@exec $(BIN)/fastserve serve demo $(ARGS)
 
-# A file's tests stay together, in their order: they share servers. A third of their time is waiting, for workers
-# that start and servers that stop: two processes a core. Past four there is little to gain. What fails among
+# The tests are collected once, and run in forked processes (tests/forks.py). A third of their time is waiting, for
+# workers that start and servers that stop: two processes a core. Past four there is little to gain. What fails among
 # others is run again alone, and a race is named as one (tests/again.py).
 test: build torch
-	$(BIN)/python -m pytest -p tests.again -n $(or $(filter-out auto,$(JOBS)),$(shell expr 2 '*' $$(nproc))) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs $(ARGS)
+	$(BIN)/python -m pytest -p tests.again -p tests.forks --forks $(call forks,4,2) -rs $(ARGS)
 
 test-fast: build torch
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-		--no-processes --hypothesis-profile fast $(ARGS)
+	$(BIN)/python -m pytest -p tests.forks --forks $(call forks,4,1) --no-processes --hypothesis-profile fast $(ARGS)
 
 # What can only be shown on a CUDA device; elsewhere each says why it was skipped.
 test-gpu: build torch
@@ -181,7 +182,7 @@ differential: build
 
 # Two at a time, the files with most cases first. What compares times (`alone`) waits until nothing else runs.
 torture: build torch
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 2 --dist loadfile -m "torture or hypothesis" \
+	$(BIN)/python -m pytest -p tests.forks --forks $(call forks,2,1) -m "torture or hypothesis" \
 		--timeout 3600 -o faulthandler_timeout=7200 --hypothesis-profile torture --durations 60 --durations-min 10 $(ARGS)
 
 clean:

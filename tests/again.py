@@ -11,7 +11,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Generator
-from typing import Any
 
 import pytest
 
@@ -27,23 +26,19 @@ class SecondTry:
         if report.failed:
             self.failed[report.nodeid] = None
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        self.all_ran = self.all_ran and error is None
-
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self.all_ran = self.all_ran and not report.failed
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
         yield  # the failures have been told
-        excusable = self.all_ran and 0 < len(self.failed) <= MOST
+        excusable = self.all_ran and not session.shouldfail and 0 < len(self.failed) <= MOST
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not excusable:
             return
         print(f"\nOnce more, alone: {len(self.failed)} that failed among others", flush=True)
         # A skip that is not listed fails alone, too.
         listed = ["-p", "tests.skips"] if session.config.pluginmanager.has_plugin("tests.skips") else []
-        alone = [sys.executable, "-m", "pytest", "-n", "0", *listed, *self.failed]
+        alone = [sys.executable, "-m", "pytest", *listed, *self.failed]
         if subprocess.run(alone).returncode == 0:
             session.exitstatus = pytest.ExitCode.OK
             print(
@@ -55,5 +50,4 @@ class SecondTry:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SecondTry())
+    config.pluginmanager.register(SecondTry())

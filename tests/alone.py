@@ -24,7 +24,13 @@ class Room:
     """One process's way into it. Any two files will do as locks."""
 
     def __init__(self, door: Path, room: Path) -> None:
-        self._door, self._room = (os.open(path, os.O_RDONLY) for path in (door, room))
+        self._paths = door, room
+        self._door, self._room = (os.open(path, os.O_RDONLY) for path in self._paths)
+
+    def reopen(self) -> None:
+        """In a process that was forked: a lock is of all who share the open file."""
+        self.close()
+        self._door, self._room = (os.open(path, os.O_RDONLY) for path in self._paths)
 
     @contextlib.contextmanager
     def place(self, *, alone: bool) -> Iterator[None]:

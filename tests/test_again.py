@@ -31,8 +31,8 @@ GOOD = "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_is_good
         ([AT_FAULT, GOOD], 1, True, False),
         ([RACING, AT_FAULT], 1, True, False),
         ([DYING, GOOD], 1, False, False),
-        (["def test_no", GOOD], 1, False, False),
-        (["def test_no", RACING], 1, False, False),
+        (["def test_no", GOOD], 2, False, False),
+        (["def test_no", RACING], 2, False, False),
         ([MANY, GOOD], 1, False, False),
     ],
     ids=["a race", "a fault", "both", "a process dies", "unreadable", "unreadable beside a race", "many"],
@@ -42,10 +42,8 @@ def test_what_failed_among_others(
 ) -> None:
     for number, source in enumerate(sources):
         (tmp_path / f"test_{number}.py").write_text(source)
-    (tmp_path / "pytest.ini").write_text(
-        "[pytest]\naddopts = -p xdist.plugin -p no:cacheprovider --max-worker-restart 0\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "tests.again", "-n", "2", "--dist", "loadfile"]
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.again", "-p", "tests.forks", "--forks", "2"]
     # Plugins that nobody asks for take half of a start.
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -26,7 +26,7 @@ def suite(folder: Path, name: str, source: str, *more: str) -> tuple[int, str]:
     path.write_text(source)
     (folder / "test_good.py").write_text("def test_it(): pass\n")
     (folder / "pytest.ini").write_text(
-        "[pytest]\naddopts = -p xdist.plugin -p no:cacheprovider -p tests.skips --import-mode=importlib\n"
+        "[pytest]\naddopts = -p tests.forks -p no:cacheprovider -p tests.skips --import-mode=importlib\n"
     )
     # Plugins that nobody asks for take half of a start.
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -40,14 +40,14 @@ def suite(folder: Path, name: str, source: str, *more: str) -> tuple[int, str]:
     ("source", "why"), [(SKIPPED, "nothing to run with"), (MODULE, "no_such_module")], ids=["test", "module"]
 )
 def test_a_skip_that_is_not_listed_fails(tmp_path: Path, source: str, why: str, processes: str) -> None:
-    status, output = suite(tmp_path, "test_other.py", source, "-n", processes)
+    status, output = suite(tmp_path, "test_other.py", source, "--forks", processes)
     assert status != 0, output
     assert "tests/skips.py does not list it" in output
     assert why in output
 
 
 def test_it_fails_in_a_second_try_too(tmp_path: Path) -> None:
-    status, output = suite(tmp_path, "test_other.py", SKIPPED, "-p", "tests.again", "-n", "2")
+    status, output = suite(tmp_path, "test_other.py", SKIPPED, "-p", "tests.again", "--forks", "2")
     assert status != 0, output
     assert "Once more, alone" in output
     assert "RACE" not in output
@@ -70,7 +70,7 @@ def test_an_expected_failure_is_no_skip(tmp_path: Path) -> None:
 def test_an_extra(tmp_path: Path, missing: object, status: int, line: str, processes: str) -> None:
     (tmp_path / "extras.json").write_text(json.dumps(missing))
     extras = [] if missing is None else ["--extras", "extras.json"]
-    found, output = suite(tmp_path, CONSOLE, SKIPPED, "-n", processes, *extras)
+    found, output = suite(tmp_path, CONSOLE, SKIPPED, "--forks", processes, *extras)
     assert found == status, output
     assert line in output
 
