@@ -42,6 +42,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastserve.app.describe import Description
 from fastserve.workers.fork_server import IMPORTED
 from fastserve.workers.process import ENTRY, THREAD_VARIABLES, WorkerProcess, _is_open
 from tests.proc import ZYGOTE
@@ -60,6 +61,7 @@ TORCH_MODULES = (
 WORKER, FRONT = "fastserve.workers.main", "fastserve.server.front_process"
 SIMULATED = "tests.devices.simulated_worker"
 FORK_SERVER = "fastserve.workers.fork_server"
+DESCRIBE = "fastserve.app.describe"
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP = b"stop"
 
@@ -131,7 +133,7 @@ class Zygote:
         """Start a process and return its pid. The first three of `fds` become its standard streams."""
         with self._lock, _taking_orphans():
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
-            self.line.sendmsg([json.dumps({**order, "cwd": os.getcwd()}).encode()], ancillary)
+            self.line.sendmsg([json.dumps({"cwd": os.getcwd(), **order}).encode()], ancillary)
             answer = self.line.recv(64)
             if not answer:
                 raise OSError("the zygote has died")
@@ -262,6 +264,21 @@ def start_workers_warm() -> None:
             return WarmProcess(zygote.start(order, fds), self._entry)
 
     WorkerProcess._execute = start_warm  # type: ignore[method-assign]
+    describe_cold = Description._execute
+
+    def describe_warm(self: Any) -> Any:
+        zygote = ZYGOTES.find(os.environ)
+        if zygote is None:
+            return describe_cold(self)
+        with open(os.devnull, "rb") as null:
+            order = {
+                "module": DESCRIBE, "arguments": [str(self._file)], "environment": dict(os.environ),
+                "session": False,
+            }  # fmt: skip
+            fds = [null.fileno(), self._said.fileno(), 2]
+            return WarmProcess(zygote.start(order, fds), [DESCRIBE, str(self._file)])
+
+    Description._execute = describe_warm  # type: ignore[method-assign]
 
 
 def start_server(
@@ -284,10 +301,10 @@ def start_server(
 
 
 def run_to_end(
-    zygote: Zygote, module: str, arguments: Sequence[str], timeout_s: float
+    zygote: Zygote, module: str, arguments: Sequence[str], timeout_s: float, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module arguments` to its end, and return what it wrote. After `timeout_s` it is killed,
-    and subprocess.TimeoutExpired raised."""
+    """Run `python -m module arguments` to its end, or `python FILE.py arguments` in `folder`, and return what
+    it wrote. After `timeout_s` it is killed, and subprocess.TimeoutExpired raised."""
     with (
         open(os.devnull, "rb") as null,
         tempfile.TemporaryFile("w+") as output,
@@ -295,7 +312,7 @@ def run_to_end(
     ):
         order = {
             "module": module, "arguments": arguments, "environment": dict(os.environ), "session": False,
-            "command": True,
+            "command": True, "cwd": str(folder or Path.cwd()),
         }  # fmt: skip
         started = [null.fileno(), output.fileno(), errors.fileno()]
         process = WarmProcess(zygote.start(order, started), [module, *arguments])
@@ -358,13 +375,17 @@ def become(order: Mapping[str, Any], fds: list[int]) -> NoReturn:
         if order["module"] == WORKER:
             status = sys.modules[WORKER].main(sys.argv[1:])
         else:
-            if not order["session"]:
+            if not order["session"] and order["module"] != DESCRIBE:
                 begin_server()
             if order["module"] in PLAIN and not order.get("command"):
                 for name in WORKERS_OWN:
                     sys.modules.pop(name, None)
-            sys.modules.pop(order["module"], None)
-            runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+            if order["module"].endswith(".py"):
+                sys.path.insert(0, order["cwd"])
+                runpy.run_path(order["module"], run_name="__main__")
+            else:
+                sys.modules.pop(order["module"], None)
+                runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
             status = 0
     except SystemExit as end:
         status = end.code

@@ -28,8 +28,11 @@ class Description:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._said = open(os.memfd_create("described"), "w+b")  # noqa: SIM115 - closed by `close`
-        command = [sys.executable, "-m", "fastserve.app.describe", str(file)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._said)
+        self._process = self._execute()
+
+    def _execute(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "fastserve.app.describe", str(self._file)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._said)
 
     @property
     def done(self) -> bool:

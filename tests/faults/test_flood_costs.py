@@ -19,7 +19,7 @@ from tests.running import QUICK_DEMO, Running
 
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = b'{"instances": [1.0, 2.0, 5.0]}'
-TURNS, CONNECTIONS, AT_ONCE = 5, 4, 50
+TURNS, CONNECTIONS, AT_ONCE = 3, 4, 50
 # Measured: 8 to 42. A rapid reset whose requests each reach the engine costs 71, floods that nobody stops
 # 4,000 to 13,000.
 MOST_REQUESTS = 60

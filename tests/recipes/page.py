@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import warm
 from tests.running import CLI, Running
 
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -108,6 +109,8 @@ class Kitchen:
             return ""
         if words[0] == "curl":
             command = command.replace("curl ", "curl -sS --max-time 60 ", 1)
+        if words[0] == "python" and self._torch:
+            return self._run_script(*words[1:])
         # `python` and `fastserve` are those of this environment.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
@@ -120,6 +123,14 @@ class Kitchen:
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout if done.stdout.endswith("\n") or not done.stdout else done.stdout + "\n"
+
+    def _run_script(self, name: str, *arguments: str) -> str:
+        """`python NAME ARGUMENTS`, in a process that has imported torch already."""
+        zygote = warm.ZYGOTES.find(os.environ, torch=True)
+        assert zygote is not None
+        done = warm.run_to_end(zygote, name, arguments, COMMAND_S, folder=self.folder)
+        assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
 
 def split_commands(text: str) -> list[str]:

@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("runtimes")
     for name, runtime in ((OURS, "numpy"), (TORCHS, "torch")):
         copy_demo(folder / "models" / name, runtime, ", pooling: mean, max_sequences: 8")
-    with Running(folder / "models", folder / "log") as running:
+    with Running(folder / "models", folder / "log", torch=True) as running:
         yield running.http
 
 

@@ -35,7 +35,7 @@ def served(tmp_path_factory):
     (models / "script" / "model.yaml").write_text(yaml.safe_dump(CONFIG))
     (models / "program" / "model.yaml").write_text(yaml.safe_dump({"backend": "torch", "max_batch_size": 8}))
     (models / "triton" / "config.pbtxt").write_text(TRITON)
-    with Running(models, root / "log") as running:
+    with Running(models, root / "log", torch=True) as running:
         yield running
 
 
@@ -74,12 +74,15 @@ def test_a_program_tells_clients_its_tensors(served):
         assert client.get_model_metadata("triton")["platform"] == "pytorch_libtorch"
 
 
-def test_torch_is_in_the_workers_alone(served):
+def test_torch_is_in_the_workers_alone(tmp_path):
     """CUDA cannot be initialised where torch is not: no front, and nobody who forks, has it mapped."""
-    assert "libtorch" not in Path(f"/proc/{served.pid}/maps").read_text()
-    workers = served.workers
-    assert workers
-    assert all("libtorch" in proc.read(pid, "maps") for pid in workers)
+    folder = save_script(tmp_path / "models", net(), "script")
+    (folder.parent / "model.yaml").write_text(yaml.safe_dump(CONFIG))
+    with Running(tmp_path / "models", tmp_path / "log") as served:
+        assert "libtorch" not in Path(f"/proc/{served.pid}/maps").read_text()
+        workers = served.workers
+        assert workers
+        assert all("libtorch" in proc.read(pid, "maps") for pid in workers)
 
 
 def test_a_model_that_cannot_be_opened_says_how_to_convert_it(tmp_path):
@@ -91,4 +94,4 @@ def test_a_model_that_cannot_be_opened_says_how_to_convert_it(tmp_path):
     with pytest.raises(
         AssertionError, match=r"weights: version 1: model\.pt is a pickle.*torch\.export\.save"
     ):
-        Running(tmp_path / "models", tmp_path / "log", ends=1).__enter__()
+        Running(tmp_path / "models", tmp_path / "log", ends=1, torch=True).__enter__()
