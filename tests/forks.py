@@ -255,6 +255,7 @@ def take_files(line: Connection) -> Iterator[int]:
 
 def settle_in(config: pytest.Config, number: int) -> None:
     """Have nothing in common with the other processes that one of them could disturb."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs beside
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
