@@ -60,6 +60,9 @@ class Reason(Enum):
     (PERMISSION_DENIED)."""
     KEY_LIMIT = 10
     """The request is over a limit of its API key."""
+    REQUEST_TIMEOUT = 11
+    """The time that a request of any dialect has is up (DEADLINE_EXCEEDED), or is no time that can be read
+    (INVALID_ARGUMENT): X-Request-Timeout and its like."""
 
 
 _REASON_SHIFT = 8

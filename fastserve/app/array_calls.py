@@ -144,7 +144,7 @@ class ArrayFastPath:
         if not 0 < rows <= self._max_rows:
             return False
         prepared.rows = rows
-        return self._path.start(call, prepared, body, "", 0)
+        return self._path.start(call, prepared, body, "", call.deadline_ns)
 
 
 class ArrayReader:

@@ -150,7 +150,9 @@ class AppEndpoint:
         if kind and not kind.startswith(JSON):
             parameters["content_type"] = kind.decode("latin-1")
         body_tensor = {BODY: Tensor(DTYPES["bytes"], (1,), packed)}
-        return InferRequest(body_tensor, request_id=call.request_id, parameters=parameters)
+        return InferRequest(
+            body_tensor, deadline_ns=call.deadline_ns, request_id=call.request_id, parameters=parameters
+        )
 
     async def _stream(self, call: Call, version: Version) -> None:
         """Answer part by part: as events where the client takes events, else as lines of JSON."""
@@ -257,7 +259,8 @@ class ArrayCall(SlowRequest):
         self.version = self._endpoint.find()
         body = await self._endpoint.read_body(self._call)
         tensors, self._single = await self.service.offload(len(body), self._reader.read, body)
-        return InferRequest(tensors, request_id=self._call.request_id)
+        call = self._call
+        return InferRequest(tensors, deadline_ns=call.deadline_ns, request_id=call.request_id)
 
     async def write(self, response: InferResponse) -> None:
         write = partial(write_arrays, response, list(self.version.outputs), single=self._single)

@@ -95,7 +95,7 @@ class HttpListener(ListenerState):
         gate: ApiKeyGate | None = None,
         dialects_of: DialectsOf | None = None,
     ) -> None:
-        router = Router(dialects, opening, origins, restrictions, gate, dialects_of)
+        router = Router(dialects, opening, origins, restrictions, gate, dialects_of, limits)
         super().__init__(router, limits, access_log, clock, lifetimes, budget, gate)
         self.http2 = Http2Shared(self, services)
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1), self.guard)
@@ -241,6 +241,7 @@ class HttpListener(ListenerState):
         while self.connections:
             await asyncio.sleep(0)  # connection_lost comes with the loop's next turn
         self.hangups.close()
+        self.deadlines.close()
         self.http2.waits.close()
         run_all(self.on_closed, methodcaller("__call__"))
         if self._timer is not None:

@@ -18,6 +18,7 @@ import msgspec
 from fastserve.net.accept_balance import PortCount
 from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.callback_guard import Guard, Guarded
+from fastserve.net.deadlines import CallDeadlines
 from fastserve.net.fair_queue import FairQueue
 from fastserve.net.half_closed import HangupWatch
 from fastserve.net.http2.headers import ReplyBlocks
@@ -70,7 +71,7 @@ class ListenerState:
         self.set_limits(limits)
         self.lifetimes = lifetimes  # of HTTP/2 connections
         self.router, self.gate = router, gate
-        self.heads, self.blocks = ReplyHeads(), ReplyBlocks()
+        self.heads, self.blocks, self.deadlines = ReplyHeads(), ReplyBlocks(), CallDeadlines()
         self.access_log = access_log if gate is None else gate.log_ends(access_log)
         self.names = access_log is not None
         self.clock = clock

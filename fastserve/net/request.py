@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastserve._ext.stream_path import StreamPath
 from fastserve.errors import ServeError
+from fastserve.net.deadlines import GRACE_NS, UNBOUNDED, CallDeadlines, time_is_up
 from fastserve.net.limits import JSON, error_body
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim, MemoryBudget
 from fastserve.util.rate_limited_log import RateLimitedLog
@@ -144,7 +145,7 @@ class RequestHead:
     __slots__ = (
         "__weakref__", "after_length", "before_length", "bodiless", "body_bytes", "client", "endpoint",
         "expects_continue", "found", "headers", "http_1_0", "identified", "memo", "method", "mode", "raw",
-        "service", "slow", "target", "total_bytes", "usage",
+        "service", "slow", "target", "timeout_ns", "total_bytes", "usage",
     )  # fmt: skip
 
     endpoint: Endpoint
@@ -167,6 +168,7 @@ class RequestHead:
         self.found: CachedRoute | None = None  # what the router remembers once this is answered 200
         self.client = ""  # the subject of the client's certificate, where keys are on (api_keys)
         self.slow = False  # its replies need a second look: it is identified, or its calls are watched
+        self.timeout_ns = UNBOUNDED  # how long its calls may take
         self.usage: KeyUsage | None = None  # of its API key
         self.memo: Any = None  # the service's, worked out once for all requests with this head
 
@@ -217,6 +219,10 @@ class CallListener(Protocol):
     @property
     def budget(self) -> MemoryBudget:
         """The memory budget of the process."""
+
+    @property
+    def deadlines(self) -> CallDeadlines:
+        """The calls whose time is bounded."""
 
     @property
     def draining(self) -> bool:
@@ -424,6 +430,12 @@ class Call:
         return b""
 
     @property
+    def deadline_ns(self) -> int:
+        """Return until when the endpoint may work, as time.monotonic_ns counts; 0 for ever."""
+        timeout_ns = self.head.timeout_ns
+        return self.received_ns + timeout_ns + GRACE_NS if timeout_ns >= 0 else 0
+
+    @property
     def client(self) -> str:
         """Return the subject of the client's certificate, "" without one."""
         return self._connection.client
@@ -508,6 +520,8 @@ class Call:
         if (head.bodiless and not even_to_head) or status in BODILESS:
             body = b""
         self._replied = True
+        if head.timeout_ns >= 0:
+            listener.deadlines.remove(self)
         if status == 200 and head.found is not None:
             listener.router.remember(head)
         if listener.access_log is not None:
@@ -556,12 +570,18 @@ class Call:
         mode = CLOSE if closes else self.head.mode
         lines = listener.heads.find(status, content_type, mode) + header_lines(self._named(status, headers))
         coding = b"" if self.head.http_1_0 else b"Transfer-Encoding: chunked\r\n"
-        self._replied = True
+        self._begin_stream()
         turns = self._connection.turns
         self._stream = ReplyStream(
             self, self._connection, turns, status, b"%b%b\r\n" % (lines, coding), mode == CLOSE
         )
         return self._stream
+
+    def _begin_stream(self) -> None:
+        """From here on the endpoint keeps the deadline: it alone knows how a stream tells of an error."""
+        self._replied = True
+        if self.head.timeout_ns >= 0:
+            self._connection.listener.deadlines.remove(self)
 
     def ahead(self) -> tuple[bytes, int]:
         """Return bytes that may be sent before the reply, and how many bytes of the reply they are."""
@@ -631,8 +651,24 @@ class Call:
         text = "%s %.200s was answered 500: %s%s"
         log.warning(text, self.method, self.target, said, held, extra={"request_id": self.request_id})
 
+    def bind(self) -> None:
+        """Have the call expire at its deadline, unless it is answered already."""
+        if not self._replied and not self.gone:
+            due_ns = self.received_ns + self.head.timeout_ns
+            self._connection.listener.deadlines.add(self, due_ns)
+
+    def expire(self) -> None:
+        """Answer: the time of the call is up. The endpoint is told as if the client had left."""
+        stopped, self.on_gone = self.on_gone, None
+        self._connection.listener.router.hold_back(self, time_is_up(self.head.timeout_ns))
+        self.gone = True  # for the endpoint, whose reply nobody waits for
+        if stopped is not None:
+            stopped()
+
     def leave(self) -> None:
         """Mark the call: its client is gone; tell the endpoint, once."""
+        if self.head.timeout_ns >= 0:
+            self._connection.listener.deadlines.remove(self)
         access_log = self._connection.listener.access_log
         if self._stream is not None:
             self._stream.leave()

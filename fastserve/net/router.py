@@ -12,17 +12,25 @@ where keys are on (api_keys.py), the dialect's own refusal replaces the endpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from enum import IntEnum
 from math import ceil
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from fastserve.errors import Kind, RateLimitError, Reason, ServeError
+from fastserve.errors import Kind, RateLimitError, Reason, ServeError, detach
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Resources, Restrictions, Scope, guard
 from fastserve.net.api_keys import ApiKeyGate, Compartment, KeyedEndpoint, keyed
+from fastserve.net.deadlines import (
+    ENVOY_TIMEOUT,
+    TIMEOUT,
+    bound_timeout,
+    read_timeout_headers,
+    time_is_up,
+)
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
+from fastserve.settings import Limits
 
 CHECKED_BYTES = 1 << 20
 """Content-Length from which a route is asked whether it takes such a body."""
@@ -114,7 +122,20 @@ def held_back_status(fault: ServeError) -> int:
     return _HELD_BACK.get(fault.kind, 503)
 
 
-_HELD_BACK = {Kind.PERMISSION_DENIED: 403, Kind.UNAUTHENTICATED: 401, Kind.RESOURCE_EXHAUSTED: 429}
+_HELD_BACK = {
+    Kind.PERMISSION_DENIED: 403,
+    Kind.UNAUTHENTICATED: 401,
+    Kind.RESOURCE_EXHAUSTED: 429,
+    Kind.INVALID_ARGUMENT: 400,
+    Kind.DEADLINE_EXCEEDED: 504,
+}
+
+
+def common_status(fault: ServeError) -> int | None:
+    """Return the status of an error that has the same one in every dialect: 429, 504, and 400 for a time that
+    cannot be read. None for other errors."""
+    everywhere = fault.reason in (Reason.KEY_LIMIT, Reason.REQUEST_TIMEOUT)
+    return held_back_status(fault) if everywhere else None
 
 
 _CHALLENGES: dict[Kind, tuple[tuple[bytes, bytes], ...]] = {
@@ -144,13 +165,32 @@ REMEMBERED_TARGETS = 1024
 DialectsOf = Callable[[Compartment], Sequence[HttpDialect]]
 
 
+class UntimelyEndpoint:
+    """Refuse requests that have no time left, or a time that cannot be read. Those without a valid key are
+    told so by the endpoint `behind`."""
+
+    __slots__ = ("_fault", "_router", "behind")
+
+    def __init__(self, router: Router, behind: Endpoint, fault: ServeError) -> None:
+        self._router, self.behind, self._fault = router, behind, fault
+
+    def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        if isinstance(self.behind, KeyedEndpoint):
+            try:
+                self.behind.check(call.head)
+            except ServeError:
+                return self.behind(call)
+        self._router.hold_back(call, self._fault)
+        return None
+
+
 class Router:
     """Find the endpoint of a target over the dialects of one listener, in their order. `origins` are
     those of web pages that may administer; with `gate` every endpoint is behind an API key, and `dialects_of`
     has the dialects of this listener for keys of some models."""
 
     __slots__ = (
-        "_dialects", "_dialects_of", "_gate", "_narrowed", "_opening", "_origins", "_remembered",
+        "_dialects", "_dialects_of", "_gate", "_limits", "_narrowed", "_opening", "_origins", "_remembered",
         "_restrictions", "_spokesman",
     )  # fmt: skip
 
@@ -162,8 +202,10 @@ class Router:
         restrictions: Restrictions = NO_RESTRICTIONS,
         gate: ApiKeyGate | None = None,
         dialects_of: DialectsOf | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._gate, self._dialects_of = gate, dialects_of
+        self._limits = limits or Limits()
         self._narrowed: WeakKeyDictionary[Compartment, Router] = WeakKeyDictionary()
         self._dialects = tuple(dialects)
         self._opening = opening or Opening()
@@ -174,8 +216,29 @@ class Router:
         self._remembered: dict[tuple[str, str], CachedRoute] = {}
 
     def route(self, head: RequestHead) -> None:
-        """Set the endpoint of a new head."""
+        """Set the endpoint of a new head, and how long its calls may take."""
         head.endpoint, head.found = self.find(head.method, head.target)
+        limits = self._limits
+        bounded = limits.request_timeout_s or limits.most_request_timeout_s
+        if bounded or head.find(TIMEOUT) is not None or head.find(ENVOY_TIMEOUT) is not None:
+            self._bound(head)
+
+    def _bound(self, head: RequestHead) -> None:
+        """Set the time of a request that infers; others have all they take. One without any time left, or with
+        a time that cannot be read, is refused once its key has been looked at."""
+        chosen = self.choose(head.method, head.target)
+        if chosen is None or chosen[1].scope is not Scope.INFER:
+            return
+        try:
+            timeout_ns = bound_timeout(read_timeout_headers(head.headers), self._limits)
+            if timeout_ns == 0:
+                raise time_is_up(timeout_ns)
+        except ServeError as fault:
+            head.endpoint = UntimelyEndpoint(self, head.endpoint, detach(fault))
+            return
+        if timeout_ns > 0:
+            head.timeout_ns, head.slow = timeout_ns, True
+
 
     def find(self, method: str, target: str) -> tuple[Endpoint, CachedRoute | None]:
         """Return the endpoint, and the route to cache once it has answered 200: None for a cached or
@@ -228,6 +291,8 @@ class Router:
     def check_key(self, head: RequestHead) -> None:
         """Check the API key of a request whose body is still to come. Raises KeyRefused."""
         endpoint = head.endpoint
+        if isinstance(endpoint, UntimelyEndpoint):
+            endpoint = endpoint.behind
         if isinstance(endpoint, KeyedEndpoint):
             try:
                 endpoint.check(head)

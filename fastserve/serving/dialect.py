@@ -287,9 +287,13 @@ class DialectService:
         self.keepers, self.views = VersionListeners(self.catalog), ModelViews(engine.catalog)
         self.traffic = Traffic(context.registry, dialect, self.catalog.models)
 
-    def deadline_ns(self, received_ns: int) -> int:
-        """When the time of a request that came then is up by `timeout_ns`; 0 for never."""
-        return received_ns + self.timeout_ns if self.timeout_ns else 0
+    def deadline_ns(self, received_ns: int, theirs_ns: int) -> int:
+        """When the time of a request that came then is up: by `timeout_ns` or by its own deadline, whichever is
+        sooner; 0 for never."""
+        if not self.timeout_ns:
+            return theirs_ns
+        own_ns = received_ns + self.timeout_ns
+        return min(own_ns, theirs_ns) if theirs_ns else own_ns
 
     def count_fault(
         self, model: str, fault: ServeError, exchange: object = None, version: object = ""

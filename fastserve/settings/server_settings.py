@@ -106,6 +106,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests at once on one HTTP/2 connection."""
     connections: Annotated[int, Meta(ge=1)] = 10000
     """Open connections per listener and front."""
+    request_timeout_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds that an inference request may take whose client does not say; 0 for any time."""
+    most_request_timeout_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds that an inference request may take at most, whatever its client says; 0 for any time."""
     header_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
     """Seconds a client may take to send a header block."""
     idle_timeout_s: Annotated[float, Meta(gt=0)] = 75.0

@@ -51,7 +51,7 @@ class UnaryLine(Line):
         self._calls.append((asyncio.ensure_future(self._run(sent)), sent))
 
     async def _run(self, sent: Sent) -> bytes:
-        found: bytes = await self._call(sent.data, timeout=LIMIT_S)
+        found: bytes = await self._call(sent.data, timeout=LIMIT_S, metadata=sent.metadata)
         return found
 
     def begin(self, sent: Sent) -> None:
@@ -75,9 +75,16 @@ class StreamLine(Line):
 
     def __init__(self, way: RpcWay, rig: Rig) -> None:
         self._way = way
-        self._call = rig.channel.stream_stream(way.path)(timeout=LIMIT_S)
+        self._open = rig.channel.stream_stream(way.path)
+        self._begun: Any = None
         self._sent: deque[Sent] = deque()
         self._writing: asyncio.Future[None] = asyncio.ensure_future(asyncio.sleep(0))
+
+    def _stream(self, sent: Sent) -> Any:
+        """The stream, opened with the metadata of its first request."""
+        if self._begun is None:
+            self._begun = self._open(timeout=LIMIT_S, metadata=sent.metadata)
+        return self._begun
 
     def send(self, sent: Sent) -> None:
         self._sent.append(sent)
@@ -85,25 +92,28 @@ class StreamLine(Line):
 
     async def _write(self, before: asyncio.Future[None], sent: Sent) -> None:
         await before
-        await self._call.write(sent.data)
+        await self._stream(sent).write(sent.data)
 
     def begin(self, sent: Sent) -> None:
         """The stream alone."""
+        self._stream(sent)
 
     async def reply(self) -> Answer:
         sent = self._sent.popleft()
         try:
             await self._writing
-            data = await asyncio.wait_for(self._call.read(), LIMIT_S)
-        except grpc.aio.AioRpcError as error:
-            return Answer(f"the stream ended: {error.code().name}", [], error.details() or "")
+            data = await asyncio.wait_for(self._stream(sent).read(), LIMIT_S)
+        except grpc.aio.AioRpcError:  # of a stream that has ended already it is grpcio's own
+            code, details = await self._begun.code(), await self._begun.details()
+            return Answer(f"the stream ended: {code.name}", [], details)
         if data is grpc.aio.EOF:
             return Answer("the stream ended", [], "")
         return self._way.read(data, sent)
 
     def leave(self) -> None:
         self._writing.cancel()
-        self._call.cancel()
+        if self._begun is not None:
+            self._begun.cancel()
 
 
 class RpcWay(Way):

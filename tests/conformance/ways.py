@@ -60,10 +60,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sent:
-    """A request: for HTTP all of it, for an RPC its message; and in which place of client memory, if any."""
+    """A request: for HTTP all of it, for an RPC its message and metadata; and in which place of client memory,
+    if any."""
 
     data: bytes
     slot: int = 0
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 class Line(ABC):
@@ -130,6 +132,10 @@ class Way(ABC):
     @abstractmethod
     async def connect(self, rig: Rig) -> Line:
         """A line of this way."""
+
+    def within(self, sent: Sent, name: str, time: str) -> Sent:
+        """The request with a header, or metadata, that gives it so much time."""
+        return replace(sent, metadata=((name, time),))
 
     async def open(self, rig: Rig) -> Line:
         """Open a connection, left at the end of the test if the test has not."""
@@ -213,6 +219,10 @@ class HttpWay(Way):
         assert told in head
         head = head.replace(told, b"Content-Length: %d" % (len(body) - 1))
         return replace(sent, data=head + b"\r\n\r\n" + body[:-1])
+
+    def within(self, sent: Sent, name: str, time: str) -> Sent:
+        first, _, rest = sent.data.partition(b"\r\n")
+        return replace(sent, data=b"%b\r\n%b: %b\r\n%b" % (first, name.encode(), time.encode(), rest))
 
     def understand(self, rig: Rig, reply: Reply, sent: Sent) -> Answer:
         head = re.sub(r"Date: .*?\r\n", "", reply.head)

@@ -14,7 +14,7 @@ from fastserve._ext.batch_ring import RECORDS
 from fastserve._ext.text_tokens import Flowing
 from fastserve.engine.text_queue import TextQueue
 from fastserve.errors import Kind, ServeError
-from fastserve.net.grpc.calls import CallDeadlines
+from fastserve.net.deadlines import CallDeadlines
 from fastserve.net.http1.connection import Http1Connection
 from fastserve.net.http2.exchange import Http2Shared
 from fastserve.net.tls.transport import TlsPort
@@ -111,7 +111,7 @@ def test_deadlines_go_on() -> None:
     async def main() -> None:
         deadlines = CallDeadlines()
         for thing in (*things, later):
-            deadlines.add(thing)
+            deadlines.add(thing, thing.deadline_ns)
         while len(told) < 3:
             await asyncio.sleep(0.001)
         deadlines.close()

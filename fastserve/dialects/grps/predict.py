@@ -204,7 +204,7 @@ class BinRows(PreparedRequest):
         if shape is None:
             return False
         self.rows = shape[0] if self.version.batching else 1
-        deadline_ns = self._service.deadline_ns(call.received_ns)
+        deadline_ns = self._service.deadline_ns(call.received_ns, call.deadline_ns)
         return self.rows <= self._path.queue.max_rows and self._path.start(
             call, self, body, None, deadline_ns
         )
@@ -256,7 +256,7 @@ class FastHttp:
             return False
         if service.look_up(template.model) is not template.path.version:
             return False
-        return template.path.start(call, template, call.body, None, service.deadline_ns(call.received_ns))
+        return template.path.start(call, template, call.body, None, service.deadline_ns(call.received_ns, call.deadline_ns))
 
     def take(self, call: Call, body: ArrivedBody) -> bool:
         """Take a call whose bare rows are still in the socket, or return False: other bodies are whole."""
@@ -429,7 +429,7 @@ class HttpPredictEndpoint:
             asked = await self.read(call, body, streaming=True)
             version = asked.version
             async with aclosing(
-                await stream_answers(service, asked, service.deadline_ns(call.received_ns), self._chunk)
+                await stream_answers(service, asked, service.deadline_ns(call.received_ns, call.deadline_ns), self._chunk)
             ) as events:
                 async for event in events:
                     stream = stream or call.stream(200, kind)
@@ -470,7 +470,7 @@ class HttpPredict(GrpsPredict):
 
     async def ask(self) -> tuple[GrpsCall, int]:
         asked = await self._endpoint.read(self._call, self._body, streaming=False)
-        return asked, self.service.deadline_ns(self._call.received_ns)
+        return asked, self.service.deadline_ns(self._call.received_ns, self._call.deadline_ns)
 
     async def write(self, response: InferResponse) -> None:
         if self._endpoint.raw:

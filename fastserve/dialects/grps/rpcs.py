@@ -136,7 +136,7 @@ class GrpsPredictRpc:
         skeleton = self._known.read(data)
         if skeleton is None:
             return False
-        deadline_ns = self._service.sooner_ns(exchange.received_ns, exchange.deadline_ns)
+        deadline_ns = self._service.deadline_ns(exchange.received_ns, exchange.deadline_ns)
         return self._known.start(skeleton, exchange, deadline_ns)
 
     def take(self, exchange: GrpcExchange, body: ArrivedBody) -> bool:
@@ -144,7 +144,7 @@ class GrpsPredictRpc:
         skeleton = self._known.read_arrived(body)
         if skeleton is None:
             return False
-        deadline_ns = self._service.sooner_ns(exchange.received_ns, exchange.deadline_ns)
+        deadline_ns = self._service.deadline_ns(exchange.received_ns, exchange.deadline_ns)
         return self._known.start(skeleton, exchange, deadline_ns)
 
     def cache_template(self, data: bytes, message: Any, request: InferRequest, version: Version) -> None:
@@ -243,7 +243,7 @@ class GrpcPredict(GrpsPredict):
 
     async def ask(self) -> tuple[GrpsCall, int]:
         asked = await read_asked(self.service, self._data, streaming=False)
-        return asked, self.service.sooner_ns(self._rpc.received_ns, deadline_of(self._rpc))
+        return asked, self.service.deadline_ns(self._rpc.received_ns, deadline_of(self._rpc))
 
     async def write(self, response: InferResponse) -> None:
         reply = await self.service.offload(WORK * response.nbytes, self._encode, response)
@@ -272,7 +272,7 @@ async def stream(service: GrpsService, data: bytes, rpc: Rpc) -> AsyncIterator[b
     try:
         asked = await read_asked(service, data, streaming=True)
         version = asked.version
-        deadline_ns = service.sooner_ns(rpc.received_ns, deadline_of(rpc))
+        deadline_ns = service.deadline_ns(rpc.received_ns, deadline_of(rpc))
         events = await stream_answers(service, asked, deadline_ns, _part)
         async with aclosing(events):
             async for event in events:

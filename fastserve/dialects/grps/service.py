@@ -15,7 +15,7 @@ from fastserve.errors import Kind, Reason, ServeError, invalid
 from fastserve.metrics.exposition import Metric
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
-from fastserve.net.router import CANONICAL_STATUS, fault_headers
+from fastserve.net.router import CANONICAL_STATUS, common_status, fault_headers
 from fastserve.protos import load
 from fastserve.repository.grps_config import FILE, Deployment, read_deployment
 from fastserve.repository.version import Version, VersionState
@@ -42,9 +42,8 @@ class NotReady(ServeError):
 
 def code_of(fault: ServeError, options: GrpsOptions) -> int:
     """The code of a failure."""
-    if fault.reason is Reason.KEY_LIMIT:
-        return 429
-    return options.unknown_model_code if isinstance(fault, UnknownModel) else CODE[fault.kind]
+    own = options.unknown_model_code if isinstance(fault, UnknownModel) else CODE[fault.kind]
+    return common_status(fault) or own
 
 
 def failure_json(code: int, message: str) -> bytes:
@@ -122,11 +121,6 @@ class GrpsService(DialectService):
         if not name and len(self.catalog.models) == 1:
             name = next(iter(self.catalog.models))
         self.catalog.explain_absence(name, name.rpartition("-")[0])
-
-    def sooner_ns(self, received_ns: int, theirs_ns: int) -> int:
-        """Return the sooner of this server's deadline and the client's, in ns; 0 is none."""
-        own_ns = self.deadline_ns(received_ns)
-        return min(own_ns, theirs_ns) if own_ns and theirs_ns else own_ns or theirs_ns
 
     def answer(self, call: Call, body: bytes, code: int = 200) -> None:
         """Reply with a JSON message whose code this is."""

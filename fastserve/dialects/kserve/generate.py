@@ -74,7 +74,7 @@ class GenerateEndpoint:
                 service.forward_http.add(headers_as_sent(call), body.parameters)
             with service.traces.one(target.model) as traced:
                 send = self._send_events if self._events else self._send_one
-                await send(call, view, self._answers(view, body, traced))
+                await send(call, view, self._answers(view, body, call.deadline_ns, traced))
         except ServeError as fault:  # nothing has been sent yet
             service.refuse(call, fault, target.model)
 
@@ -104,12 +104,15 @@ class GenerateEndpoint:
         if well:
             self._service.traffic.answered(view.model, view.version.number, call.received_ns)
 
-    def _answers(self, view: ModelView, body: InferBody, traced: RequestTrace | None) -> Events:
+    def _answers(
+        self, view: ModelView, body: InferBody, deadline_ns: int, traced: RequestTrace | None
+    ) -> Events:
         """Yield every response as JSON. Raises ServeError."""
         service, engine = self._service, traced or self._service.engine
 
         def start() -> AsyncGenerator[InferResponse, None]:
             request = make_request(view, body, service.regions)
+            request.deadline_ns = deadline_ns
             if view.decoupled:
                 return engine.stream(view.version, request)
             return alone(partial(engine.infer, view.version, request))

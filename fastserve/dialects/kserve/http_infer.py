@@ -322,7 +322,7 @@ class HttpTemplates:
         template: InferTemplate | None = self._templates.find(call.body, header_bytes)  # type: ignore[assignment]
         if template is None or template.rows > self._max_rows:
             return False
-        return self._path.start(call, template, (call.body, header_bytes), template.id)
+        return self._path.start(call, template, (call.body, header_bytes), template.id, call.deadline_ns)
 
     def take(self, call: Call, header_bytes: int, body: ArrivedBody) -> bool:
         """Start a call whose tensors are still in the socket; its JSON has been read."""
@@ -333,7 +333,7 @@ class HttpTemplates:
             return False
         if not self._path.takes_arrived(template):
             return False
-        return self._path.start(call, template, (body, header_bytes), template.id)
+        return self._path.start(call, template, (body, header_bytes), template.id, call.deadline_ns)
 
     def cache_template(
         self, header: Memory, given: list[InputPart], options: ReplyOptions, request: InferRequest
@@ -530,7 +530,7 @@ class HttpInference(Inference):
         traced: RequestTrace | None,
     ) -> None:
         super().__init__(service, service.forward_http, traced)
-        self._target, self._call = target, call
+        self._target, self._call, self.deadline_ns = target, call, call.deadline_ns
         self._fast, self._header_bytes = fast, header_bytes
 
     def find(self) -> ModelView:

@@ -17,7 +17,7 @@ from fastserve.dialects.kserve.request import HeaderForwarding, id_prefix
 from fastserve.errors import DeadlineError, Kind, Reason, ServeError, invalid, unsupported
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
-from fastserve.net.router import CANONICAL_STATUS, fault_headers
+from fastserve.net.router import CANONICAL_STATUS, common_status, fault_headers
 from fastserve.repository.version import Version
 from fastserve.serving.dialect import DialectService, ServingContext
 from fastserve.serving.model_view import ModelView, find_version
@@ -253,5 +253,5 @@ class KServeService(DialectService):
         number = "" if version is None else version.number
         self.count_fault(model, fault, call, number)
         fault = triton_error(fault)
-        status = 429 if fault.reason is Reason.KEY_LIMIT else HTTP_STATUS[fault.kind]
+        status = common_status(fault) or HTTP_STATUS[fault.kind]
         call.reply(status, error_body(fault.message), JSON, (*headers, *fault_headers(fault)))

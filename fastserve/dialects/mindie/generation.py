@@ -207,7 +207,7 @@ class MindieCall(ABC, Generic[Read]):
                 return await (self._send_events() if self.asked.stream else self._send_one())
 
     def _patience(self) -> RequestTimeout:
-        return RequestTimeout(self.stream, self.call.received_ns, self.asked.timeout_s, self.service.options)
+        return RequestTimeout(self.stream, self.call, self.asked.timeout_s, self.service.options)
 
     async def _send_one(self) -> bool:
         with self._patience() as patience:
@@ -259,7 +259,7 @@ async def start(service: TextService, call: Call, model: TextModel, asked: Mindi
         sampling=asked.sampling,
         seed=getrandbits(SEED_BITS) if asked.seed is None else asked.seed,
         priority=asked.priority,
-        deadline_ns=deadline_ns(call.received_ns, asked.timeout_s, options),
+        deadline_ns=deadline_ns(call, asked.timeout_s, options),
         truncate=TO_FIT if options.truncate else 0,
         request_id=asked.request_id or call.request_id,
         images=await service.images.load(model, asked.inputs.images),

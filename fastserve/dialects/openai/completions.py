@@ -201,7 +201,7 @@ class CompletionCall:
                 stop=wanted.stop,
                 include_stop=bool(body.include_stop_str_in_output),
                 priority=body.priority or 5,
-                deadline_ns=deadline_ns(self._call.received_ns, self._timeout_s(), self._service.options),
+                deadline_ns=deadline_ns(self._call, self._timeout_s(), self._service.options),
                 special=body.skip_special_tokens is False,
                 templated=not wanted.adds_special,
                 request_id=self._call.request_id,

@@ -64,7 +64,7 @@ async def _run(
     timeout_s, width = body.timeout or service.options.timeout_s, model.info.embeds
     if width and body.dimensions is not None:
         check(body.dimensions <= width, "dimensions", f"must be at most {width}, got {body.dimensions}")
-    due_ns, priority = deadline_ns(call.received_ns, timeout_s, service.options), body.priority or 5
+    due_ns, priority = deadline_ns(call, timeout_s, service.options), body.priority or 5
     asks = [
         TextAsk(prompt=prompt, priority=priority, deadline_ns=due_ns, request_id=call.request_id)
         for prompt in prompts
@@ -76,7 +76,7 @@ async def _run(
         raise
     service.read(call, model)
     async with embedding:
-        with RequestTimeout(embedding, call.received_ns, timeout_s, service.options) as patience:
+        with RequestTimeout(embedding, call, timeout_s, service.options) as patience:
             try:
                 return await embedding.run()
             except ServeError:

@@ -17,7 +17,7 @@ from fastserve.dialects.text_common import mindie
 from fastserve.dialects.text_common.endpoints import BodyTooLarge, InvalidBody
 from fastserve.dialects.text_common.mindie import as_mindie_fault
 from fastserve.errors import Kind, ServeError
-from fastserve.net.router import fault_headers
+from fastserve.net.router import common_status, fault_headers
 from fastserve.serving.text import PromptFault, PromptTooLong, TextTooLong
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def status_of(fault: ServeError, *, flat: bool) -> int:
     """Return the status of a fault."""
     if isinstance(fault, BodyTooLarge):
         return 413
-    return mindie.STATUS[fault.kind] if flat else ERROR_FORMS[fault.kind].status
+    own = mindie.STATUS[fault.kind] if flat else ERROR_FORMS[fault.kind].status
+    return common_status(fault) or own
 
 
 def error_body(fault: ServeError, *, flat: bool) -> bytes:

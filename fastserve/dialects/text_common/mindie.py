@@ -17,8 +17,8 @@ import msgspec
 
 from fastserve.codec.generation import Sampling
 from fastserve.dialects.text_common.endpoints import BodyTooLarge, is_integer
-from fastserve.errors import Kind, Reason, ServeError, invalid
-from fastserve.net.router import fault_headers
+from fastserve.errors import Kind, ServeError, invalid
+from fastserve.net.router import common_status, fault_headers
 from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
 from fastserve.settings import TextgenOptions
 
@@ -81,7 +81,7 @@ def refuse(service: TextService, call: Call, fault: ServeError, model: str = "")
     if isinstance(fault, BodyTooLarge):
         call.reply(413, b'{"message":"%b"}' % fault.message.encode(), close=True)
         return
-    status = 429 if fault.reason is Reason.KEY_LIMIT else STATUS[fault.kind]
+    status = common_status(fault) or STATUS[fault.kind]
     call.reply(status, envelope(status, fault.message), headers=fault_headers(fault), close=True)
 
 

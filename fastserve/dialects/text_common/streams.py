@@ -17,7 +17,7 @@ The sequences of one request are read to their ends or streamed, within its time
         await sequences.first()
         await sequences.stream_to(out, write, frames)                     write(index, tokens) -> bytes
 
-    with RequestTimeout(stream, call.received_ns, asked.timeout_s, options) as timeout:
+    with RequestTimeout(stream, call, asked.timeout_s, options) as timeout:
         await stream.rest()
     if timeout.words: ...                      the time was up: the stream was cancelled
 
@@ -38,6 +38,7 @@ from typing import Protocol
 
 from fastserve.dialects.text_common.endpoints import TextService
 from fastserve.errors import DeadlineError, ServeError
+from fastserve.net.deadlines import time_is_up
 from fastserve.net.request import Call, ReplyStream
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text import Ending, EventTemplate, TextModel, TextStream, Token, stream_to, together
@@ -158,26 +159,28 @@ class TimedWork(Protocol):
     def cancel(self) -> None: ...
 
 
-def time_of(received_ns: int, timeout_s: float, options: TextgenOptions) -> tuple[float, str]:
-    """Return the end of a request's time, in seconds of time.monotonic, and the message of that timeout."""
+def time_of(call: Call, timeout_s: float, options: TextgenOptions) -> tuple[float, str]:
+    """Return the end of a request's time, in seconds of time.monotonic, and the message of that timeout. The
+    call's own deadline may be sooner."""
+    timeout_ns = call.head.timeout_ns
+    if 0 <= timeout_ns < 1e9 * min(timeout_s, options.e2e_timeout_s):
+        return call.deadline_ns / 1e9, time_is_up(timeout_ns).message
     if timeout_s <= options.e2e_timeout_s:
-        return received_ns / 1e9 + timeout_s, CLIENT
-    return received_ns / 1e9 + options.e2e_timeout_s, END_TO_END
+        return call.received_ns / 1e9 + timeout_s, CLIENT
+    return call.received_ns / 1e9 + options.e2e_timeout_s, END_TO_END
 
 
-def deadline_ns(received_ns: int, timeout_s: float, options: TextgenOptions) -> int:
+def deadline_ns(call: Call, timeout_s: float, options: TextgenOptions) -> int:
     """Return the end of a request's time in nanoseconds of time.monotonic_ns, for the engine."""
-    return int(time_of(received_ns, timeout_s, options)[0] * 1e9)
+    return int(time_of(call, timeout_s, options)[0] * 1e9)
 
 
 class RequestTimeout:
     """The timeouts of one request."""
 
-    def __init__(
-        self, stream: TimedWork, received_ns: int, timeout_s: float, options: TextgenOptions
-    ) -> None:
+    def __init__(self, stream: TimedWork, call: Call, timeout_s: float, options: TextgenOptions) -> None:
         self._stream = stream
-        self._end, self.told = time_of(received_ns, timeout_s, options)
+        self._end, self.told = time_of(call, timeout_s, options)
         self._between = options.token_timeout_s
         self._began = monotonic()
         self.words = ""
@@ -219,7 +222,7 @@ class SequenceGroup:
         self.first_ns = 0
         """The time of the first token that `rest` read, in nanoseconds of time.monotonic_ns."""
         self._service, self._model = service, model
-        self._patience = RequestTimeout(self, call.received_ns, timeout_s, service.options)
+        self._patience = RequestTimeout(self, call, timeout_s, service.options)
         self._held = ExitStack()
 
     async def __aenter__(self) -> SequenceGroup:

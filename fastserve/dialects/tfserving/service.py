@@ -259,7 +259,7 @@ class RestRequest(SlowRequest):
 
     def __init__(self, service: TFServingService, target: Target, call: Call) -> None:
         self.service, self.target, self.call = service, target, call
-        self.deadline_ns = service.deadline_ns(call.received_ns)
+        self.deadline_ns = service.deadline_ns(call.received_ns, call.deadline_ns)
         self.body = b""
 
     async def send(self) -> None:

@@ -147,7 +147,7 @@ class GenerateCall:
             stop=ask.stop,
             include_stop=self._flavor == "tgi",
             priority=ask.parameters.priority or 5,
-            deadline_ns=deadline_ns(call.received_ns, timeout_s, options),
+            deadline_ns=deadline_ns(call, timeout_s, options),
             truncate=self._truncate(),
             request_id=call.request_id,
         )

@@ -15,6 +15,7 @@ from fastserve.codec.generation import Finish
 from fastserve.dialects.text_common import mindie
 from fastserve.dialects.text_common.endpoints import BodyTooLarge
 from fastserve.errors import Kind, Reason, ServeError
+from fastserve.net.router import common_status
 from fastserve.serving.text import Ending, EventTemplate, Placeholder, TextStream, Token
 
 _encode = msgspec.json.Encoder().encode
@@ -46,7 +47,8 @@ def error_status(fault: ServeError, flavor: str) -> int:
     """A fault's status."""
     if isinstance(fault, BodyTooLarge):
         return 413
-    return mindie.STATUS[fault.kind] if flavor == "mindie" else _told(fault)[0]
+    own = mindie.STATUS[fault.kind] if flavor == "mindie" else _told(fault)[0]
+    return common_status(fault) or own
 
 
 def error_body(fault: ServeError, flavor: str) -> bytes:

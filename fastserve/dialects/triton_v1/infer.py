@@ -304,14 +304,14 @@ class HttpHeaderCache(HeaderCache):
         prepared, header = known
         if len(call.body) != prepared.nbytes or (prepared.outside and not prepared.is_there()):
             return False
-        return self._path.start(call, prepared, call.body, header)
+        return self._path.start(call, prepared, call.body, header, call.deadline_ns)
 
     def take(self, call: Call, given: bytes, body: ArrivedBody) -> bool:
         """Start a call whose body is still in the socket."""
         known = self._known.get(given) or self._prepare_text(given)
         if known is None or len(body) != known[0].nbytes or not self._path.takes_arrived(known[0]):
             return False
-        return self._path.start(call, known[0], body, known[1])
+        return self._path.start(call, known[0], body, known[1], call.deadline_ns)
 
     def _prepare_text(self, given: bytes) -> Known | None:
         """Read and prepare a header; None when it is not for this path."""
@@ -413,8 +413,8 @@ class V1InferEndpoint:
         except (ConfigError, UnicodeDecodeError):
             call.reply(400, b"", b"")
             return None
-        service, make_data = self._service, partial(BodyTensors, call.body)
-        request = V1InferRequest(service, self._replies, call, self._name, self._number, header, make_data)
+        asked = self._name, self._number, header, partial(BodyTensors, call.body), call.deadline_ns
+        request = V1InferRequest(self._service, self._replies, call, *asked)
         return answer_slowly(call, request)
 
 

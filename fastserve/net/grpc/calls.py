@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from operator import methodcaller
 from time import monotonic_ns
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +31,7 @@ from fastserve.errors import Kind, Reason, ServeError, detach, malformed_call
 from fastserve.net.access_control import Scope
 from fastserve.net.api_keys import ApiKey, ApiKeyGate, Compartment
 from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate_offloaded, pack
+from fastserve.net.deadlines import GRACE_NS, UNBOUNDED, CallDeadlines, bound_timeout, read_timeout_headers
 from fastserve.net.fair_queue import TimeShare
 from fastserve.net.grpc.metadata import (
     ACCEPTED,
@@ -60,9 +60,9 @@ from fastserve.net.limits import Verdict, WireFault, slowness
 from fastserve.net.request import RequestHead as HttpHead
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim
 from fastserve.util.offload import OFFLOAD_BYTES
-from fastserve.util.rate_limited_log import run_all
 from fastserve.util.tracing import choose_request_id
 
+LATE = "Deadline Exceeded"  # as gRPC's own servers say it
 MOST_READ = 64
 """Messages that are objects before the method takes them."""
 Held = tuple[int, Claim]  # bytes that came, and what reading them has taken
@@ -537,7 +537,7 @@ class GrpcCall(CallPath):
 
     def expire(self) -> None:
         """End the call: its deadline has passed."""
-        self.stop(ServeError(Kind.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+        self.stop(ServeError(Kind.DEADLINE_EXCEEDED, LATE))
 
     def leave(self) -> None:
         """Handle a client that has gone."""
@@ -577,51 +577,6 @@ def _stop(on_gone: Callable[[], object] | None) -> None:
             on_gone()
         except Exception:
             log.exception("on_gone failed")
-
-
-NEVER_NS = 1 << 63
-SHORTEST_S = 0.001  # between two looks, however many deadlines there are
-
-
-class CallDeadlines:
-    """Expire the calls of a listener with one timer, set for the first deadline. A call that is answered
-    in time costs an entry in a dict."""
-
-    __slots__ = ("_calls", "_next_ns", "_timer")
-
-    def __init__(self) -> None:
-        self._calls: dict[GrpcCall, None] = {}
-        self._next_ns = NEVER_NS
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, call: GrpcCall) -> None:
-        self._calls[call] = None
-        if call.deadline_ns < self._next_ns:
-            self._arm(call.deadline_ns)
-
-    def remove(self, call: GrpcCall) -> None:
-        self._calls.pop(call, None)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._next_ns = None, NEVER_NS
-
-    def _arm(self, at_ns: int) -> None:
-        self.close()
-        self._next_ns = at_ns
-        left_s = max(SHORTEST_S, (at_ns - monotonic_ns()) / 1e9)
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
-
-    def _look(self) -> None:
-        self.close()
-        now = monotonic_ns()
-        late = [call for call in self._calls if call.deadline_ns <= now]
-        for call in late:
-            self.remove(call)
-        if self._calls:
-            self._arm(min(call.deadline_ns for call in self._calls))
-        run_all(late, methodcaller("expire"))
 
 
 # Refusals of a limit, by the status they would have over plain HTTP.
@@ -716,7 +671,8 @@ class GrpcCalls(CallsPath):
         self.running += 1
         head = call.head
         if call.deadline_ns:
-            self.deadlines.add(call)
+            self.deadlines.add(call, call.deadline_ns)
+            call.deadline_ns += GRACE_NS
         if head.names:
             call.name_request()
         if head.epoch != self.epoch:
@@ -769,7 +725,7 @@ class CallHead(HeadPath):
         self.most_bytes = self.method.limit(calls.terms.most_bytes)
         # Without words, as servers on gRPC's C++ library say it.
         self.fault = None if method is not None else ServeError(Kind.UNIMPLEMENTED, "")
-        self.timeout_ns = -1
+        self.timeout_ns = UNBOUNDED
         self.encoding = head.find(b"grpc-encoding") or IDENTITY
         self.coding = choose_encoding(head.find(b"grpc-accept-encoding") or b"")
         self._metadata: Metadata | None = None
@@ -813,9 +769,15 @@ class CallHead(HeadPath):
         self.ordinary = fine and self.timeout_ns < 0 and not self.names
 
     def _read(self, head: HttpHead) -> None:
-        timeout = head.find(b"grpc-timeout")
+        timeout, timeout_ns = head.find(b"grpc-timeout"), read_timeout_headers(head.headers)
         if timeout is not None:
-            self.timeout_ns = read_timeout(timeout)
+            theirs_ns = read_timeout(timeout)
+            timeout_ns = theirs_ns if timeout_ns < 0 else min(timeout_ns, theirs_ns)
+        if self.method.scope is Scope.INFER and not self.takes_stream:
+            timeout_ns = bound_timeout(timeout_ns, self.calls.terms.limits)
+        self.timeout_ns = timeout_ns
+        if timeout_ns == 0:
+            raise ServeError(Kind.DEADLINE_EXCEEDED, LATE)
         if self.encoding not in ENCODINGS:
             shown = self.encoding[:32].decode("latin-1")
             text = f"grpc-encoding: given {shown!r}, allowed: {ACCEPTED.decode()}"

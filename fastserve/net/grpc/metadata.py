@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from fastserve.errors import ServeError, malformed_call
 from fastserve.net.compression import DEFLATE, GZIP, IDENTITY, inflate
+from fastserve.net.deadlines import NEVER_NS
 from fastserve.net.grpc.method import Metadata
 from fastserve.protos import load
 from fastserve.settings import Limits
@@ -31,7 +32,6 @@ _NOT_METADATA = frozenset(
     )
 )  # fmt: skip
 
-NEVER_NS = 1 << 62  # 146 years; a clock's time and this fit into 64 bits
 Fields = list[tuple[bytes, bytes]]
 
 

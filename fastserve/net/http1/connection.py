@@ -379,6 +379,8 @@ class Http1Connection(Peered, asyncio.Protocol):
             self._state, self._current = BODY, None
             self._pieces, self._need = [body.begin], body.left
             return False
+        if head.timeout_ns >= 0:
+            call.bind()
         self.served += 1
         self._transport.set_protocol(ShortReads(connection, self._transport))
         if not body.drop():  # bytes are missing: where the next request begins is unknown
@@ -421,6 +423,8 @@ class Http1Connection(Peered, asyncio.Protocol):
             if len(body) > ALLOWANCE_BYTES and not self._has_room():
                 self.listener.hold_back(call)
                 return
+            if head.timeout_ns >= 0:
+                call.bind()
             work = head.endpoint(call)
         except Exception as error:
             call.fail(error)

@@ -107,6 +107,8 @@ class HttpService:
         connection: Any = stream.connection
         stream.context = call = StreamCall(connection, head, body)
         call.carrier = stream
+        if head.timeout_ns >= 0:
+            call.bind()
         try:
             work = head.endpoint(call)
         except Exception as error:
@@ -124,6 +126,8 @@ class HttpService:
         taken = offer(endpoint.take, call, body)  # type: ignore[attr-defined]
         if not taken:
             stream.context = begun
+        elif stream.head.timeout_ns >= 0:
+            call.bind()
         return taken
 
     def begin(self, stream: Http2Stream) -> None:
@@ -288,7 +292,7 @@ class StreamCall(Call):
         if self._replied and not self.gone:
             self._refuse_second()
         block = self._frame(status, content_type, self._named(status, headers), -1, self.head.mode)
-        self._replied = True
+        self._begin_stream()
         self._stream = reply = Http2ReplyStream(self, status, block, self.carrier)
         return reply
 
