@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastserve.app.calls import App as App
     from fastserve.app.calls import serve as serve
+    from fastserve.backends.cancellation import cancelled as cancelled
+    from fastserve.backends.cancellation import cancelled_rows as cancelled_rows
     from fastserve.backends.script.array_type import Array as Array
     from fastserve.backends.script.backend import Response as Response
     from fastserve.backends.script.declaration import model as model
@@ -28,6 +30,8 @@ __all__ = [
     "Response",
     "VectorTransformer",
     "__version__",
+    "cancelled",
+    "cancelled_rows",
     "model",
     "remote",
     "serve",
@@ -43,6 +47,8 @@ _PLACES = {
     "File": "fastserve.backends.script.multipart",
     "Response": "fastserve.backends.script.backend",
     "VectorTransformer": "fastserve.batching",
+    "cancelled": "fastserve.backends.cancellation",
+    "cancelled_rows": "fastserve.backends.cancellation",
     "model": "fastserve.backends.script.declaration",
     "remote": "fastserve.backends.script.remote",
     "serve": "fastserve.app.calls",

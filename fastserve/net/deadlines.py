@@ -27,8 +27,8 @@ SETTING, MOST_SETTING = "limits.request_timeout_s", "limits.most_request_timeout
 UNBOUNDED = -1
 """The time of a request that has all the time it takes."""
 GRACE_NS = 10_000_000
-"""An endpoint has this much more time than its call, so that it is the call that is answered, in the same words
-wherever it was."""
+"""An endpoint has this much more time than its call, so that it is the call that is answered, in the same
+words wherever it was."""
 NEVER_NS = 1 << 62  # 146 years; a clock's time and this fit into 64 bits
 
 _NUMBER = re.compile(rb"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})[ \t]*(s|ms)?")
@@ -37,8 +37,8 @@ _SHOWN_BYTES = 32
 
 
 def read_timeout_headers(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Return the shortest time of a request's headers in nanoseconds, UNBOUNDED without one; names are in lower
-    case. Raises ServeError INVALID_ARGUMENT."""
+    """Return the shortest time of a request's headers in nanoseconds, UNBOUNDED without one; names are in
+    lower case. Raises ServeError INVALID_ARGUMENT."""
     shortest = UNBOUNDED
     for name, value in headers:
         if name == TIMEOUT:
@@ -63,7 +63,7 @@ def _malformed(name: str, value: bytes, allowed: str) -> ServeError:
 
 
 def bound_timeout(asked_ns: int, limits: Limits) -> int:
-    """Return the time of a request whose client asks for `asked_ns`, or UNBOUNDED, under the server's limits."""
+    """Return the time of a request whose client asks for `asked_ns`, or UNBOUNDED, under the limits."""
     default_s, most_s = limits.request_timeout_s, limits.most_request_timeout_s
     if asked_ns < 0 and default_s:
         asked_ns = int(default_s * 1e9)

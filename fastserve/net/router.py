@@ -224,8 +224,8 @@ class Router:
             self._bound(head)
 
     def _bound(self, head: RequestHead) -> None:
-        """Set the time of a request that infers; others have all they take. One without any time left, or with
-        a time that cannot be read, is refused once its key has been looked at."""
+        """Set the time of a request that infers; others have all they take. One without any time left, or
+        with a time that cannot be read, is refused once its key has been looked at."""
         chosen = self.choose(head.method, head.target)
         if chosen is None or chosen[1].scope is not Scope.INFER:
             return
@@ -238,7 +238,6 @@ class Router:
             return
         if timeout_ns > 0:
             head.timeout_ns, head.slow = timeout_ns, True
-
 
     def find(self, method: str, target: str) -> tuple[Endpoint, CachedRoute | None]:
         """Return the endpoint, and the route to cache once it has answered 200: None for a cached or

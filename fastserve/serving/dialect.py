@@ -288,8 +288,8 @@ class DialectService:
         self.traffic = Traffic(context.registry, dialect, self.catalog.models)
 
     def deadline_ns(self, received_ns: int, theirs_ns: int) -> int:
-        """When the time of a request that came then is up: by `timeout_ns` or by its own deadline, whichever is
-        sooner; 0 for never."""
+        """When the time of a request that came then is up: by `timeout_ns` or by its own deadline, whichever
+        is sooner; 0 for never."""
         if not self.timeout_ns:
             return theirs_ns
         own_ns = received_ns + self.timeout_ns

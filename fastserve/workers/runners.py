@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastserve.backends.base import SupportsOutputBinding, SupportsRequestJoining, SupportsSignatures
+from fastserve.backends.cancellation import WatchedBatch
 from fastserve.backends.model_errors import end_if_lost, explain, kind_of
 from fastserve.errors import Kind, ServeError, internal, invalid, pack_status
 from fastserve.settings.model_options import may_isolate
@@ -51,6 +52,7 @@ class DenseRunner:
             self._binding = backend
         self._sizes: list[int] = list(config.get("allowed_batch_sizes") or ())
         self._slots: dict[int, tuple[Columns, Columns, Columns]] = {}
+        self._watched = WatchedBatch(self._ring)
 
     def run(self, slot: int) -> None:
         """Run every row of the slot; outputs land in its output columns."""
@@ -64,6 +66,7 @@ class DenseRunner:
         given = {name: column[:padded] for name, column in inputs.items()}
         into = {name: column[:padded] for name, column in outputs.items()} if self._binding else {}
         error: Exception | None = None
+        self._watched.begin(slot, padded)
         try:
             if self._binding is not None:
                 self._binding.run_into(given, into)
@@ -71,6 +74,7 @@ class DenseRunner:
                 results = self._backend.run(given)
         except Exception as fault:
             error = fault
+        self._watched.end()
         if error is not None:  # handled here no more: see isolation.py
             try:
                 self.recover(slot, error)
@@ -141,7 +145,11 @@ class DenseRunner:
         given = {name: column[filled] for name, column in inputs.items()}
         for array in given.values():
             array.flags.writeable = False
-        results = self._backend.run(given)
+        self._watched.begin(slot, filled)
+        try:
+            results = self._backend.run(given)
+        finally:
+            self._watched.end()
         for name, column in outputs.items():
             _check(name, results[name], column, len(filled))
             column[index] = results[name][: len(index)]
@@ -219,6 +227,7 @@ class SlabRunner:
         self._joining: SupportsRequestJoining | None = None
         if isinstance(backend, SupportsRequestJoining) and backend.joins_requests:
             self._joining = backend
+        self._watched = WatchedBatch(self._ring)
 
     def run(self, slot: int) -> None:
         """Answer every lease of the slot."""
@@ -235,6 +244,7 @@ class SlabRunner:
                     self.group_failed(slot, group, error)
             finally:
                 del error  # its traceback holds this frame
+                self._watched.end()
 
     def group_failed(
         self, slot: int, group: list[SlabLease], error: Exception, *, whole: bool = False
@@ -271,6 +281,7 @@ class SlabRunner:
         def run(some: Sequence[int]) -> Mapping[str, np.ndarray[Any, Any]]:
             with counted(self._ring, slot, rows if not separate else len(some)):
                 if separate:
+                    self._watched.begin(slot, [row + at for at in some])
                     return self._backend.run({n: a[some[0] : some[-1] + 1] for n, a in arrays.items()})
                 self._run_group(slot, [lease])
                 return {}
@@ -333,6 +344,7 @@ class SlabRunner:
         return _row_shapes({name: array for name, array in arrays.items() if name not in ragged})
 
     def _run_group(self, slot: int, group: Sequence[SlabLease]) -> None:
+        self._watched.begin(slot, group)
         if self._joining is not None:
             parts = self._joining.run_requests([arrays for _, _, arrays in group])
             self._ring.end_run(slot)

@@ -32,7 +32,7 @@ WRONG_TEXT, OWN_TEXT = "these numbers are wrong", "this request is wrong"
 BASE = f"""
 import os, pathlib, time
 
-def meet(folder, x):
+def meet(folder, x, gone):
     if x.any():
         (folder / "runner").write_text(str(os.getpid()))
         with open(folder / "seen", "a") as seen:
@@ -40,17 +40,22 @@ def meet(folder, x):
     until = time.monotonic() + 20
     while (x <= {HOLD}).any() and not (folder / "go").exists() and time.monotonic() < until:
         time.sleep(0.0005)
+        left = [str(row[0]) for row, none in zip(x, gone(), strict=True) if none]
+        if left:
+            (folder / "gone").write_text(",".join(left))
     if {WRONG} in x:
         raise ValueError("{WRONG_TEXT}")
     return x * 2
 """
 NATIVE = f"""{BASE}
+import fastserve
+
 class Model:
     def __init__(self, config):
         self.folder = pathlib.Path(config["parameters"]["folder"])
 
     def run(self, inputs):
-        return {{"y": meet(self.folder, inputs["x"])}}
+        return {{"y": meet(self.folder, inputs["x"], fastserve.cancelled_rows)}}
 """
 WHOLE = f"""{BASE}
 import json
@@ -66,7 +71,7 @@ class TritonPythonModel:
 
     def one(self, request):
         x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-        y = meet(self.folder, x)
+        y = meet(self.folder, x, lambda: [request.is_cancelled()] * len(x))
         if {OWN} in x:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError("{OWN_TEXT}"))
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])

@@ -211,6 +211,11 @@ class Rig:
         version = self.version(model)
         await self.until(lambda: self.server.host.alive(version) == count)
 
+    async def until_told(self, model: str, value: float) -> None:
+        """The model knows that nobody waits for the row with this number."""
+        path = self.folder / model / "gone"
+        await self.until(lambda: path.exists() and str(value) in path.read_text().split(","))
+
     def forget_seen(self, model: str) -> None:
         (self.folder / model / "seen").unlink(missing_ok=True)
 

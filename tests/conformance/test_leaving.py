@@ -1,6 +1,6 @@
 """A client that leaves, at every step: nothing stays taken, and the next one is answered.
 
-That of one that waits or runs is in `scenarios.py`.
+That of one that waits is in `scenarios.py`.
 """
 
 from __future__ import annotations
@@ -40,3 +40,20 @@ def test_while_it_is_answered(rig: Rig, way: Way, form: str, path: str) -> None:
 
     for moment in ("read", "write", "release"):
         rig.run(work(moment))
+
+
+def test_while_it_runs_the_model_is_told(rig: Rig, way: Way, form: str, path: str) -> None:
+    """By `fastserve.cancelled_rows()` and Triton's `request.is_cancelled()`."""
+    model = f"{form}-{path}"
+
+    async def work() -> None:
+        await rig.learn(way, model)
+        held = rig.fresh_hold()
+        with rig.holding(model):
+            leaver = await way.open(rig)
+            leaver.send(way.build(model, [held]))
+            await rig.until_running(model, held)
+            leaver.leave()
+            await rig.until_told(model, held)
+
+    rig.run(work())

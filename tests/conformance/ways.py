@@ -60,8 +60,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sent:
-    """A request: for HTTP all of it, for an RPC its message and metadata; and in which place of client memory,
-    if any."""
+    """A request: for HTTP all of it, for an RPC its message and metadata; and in which place of client
+    memory, if any."""
 
     data: bytes
     slot: int = 0

@@ -23,6 +23,7 @@ import numpy as np
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
 from fastserve.backends.batch_io import OutputCheck, output_fault
+from fastserve.backends.cancellation import WatchedRequests
 from fastserve.backends.frameworks.python import CopyOnWrite
 from fastserve.backends.model_errors import end_if_lost, explain, kind_of
 from fastserve.backends.script.async_line import AsyncLine
@@ -161,15 +162,15 @@ class ScriptJsonBackend:
         if self._line is not None:
             self._channel = model_callbacks.channel_of_thread()
             for request in requests:
-                with self._running([request]):
+                with WatchedRequests([request]), self._running([request]):
                     self._line.start(self._answer_stream(request))
             return None
         if self._batched:
-            with self._running(requests):
+            with WatchedRequests(requests), self._running(requests):
                 return self._answer_batch(requests)
         answers = []
         for request in requests:
-            with self._running([request]):
+            with WatchedRequests([request]), self._running([request]):
                 answers.append(self._answer(request))
         return answers
 

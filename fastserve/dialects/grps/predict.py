@@ -256,7 +256,9 @@ class FastHttp:
             return False
         if service.look_up(template.model) is not template.path.version:
             return False
-        return template.path.start(call, template, call.body, None, service.deadline_ns(call.received_ns, call.deadline_ns))
+        return template.path.start(
+            call, template, call.body, None, service.deadline_ns(call.received_ns, call.deadline_ns)
+        )
 
     def take(self, call: Call, body: ArrivedBody) -> bool:
         """Take a call whose bare rows are still in the socket, or return False: other bodies are whole."""
@@ -429,7 +431,9 @@ class HttpPredictEndpoint:
             asked = await self.read(call, body, streaming=True)
             version = asked.version
             async with aclosing(
-                await stream_answers(service, asked, service.deadline_ns(call.received_ns, call.deadline_ns), self._chunk)
+                await stream_answers(
+                    service, asked, service.deadline_ns(call.received_ns, call.deadline_ns), self._chunk
+                )
             ) as events:
                 async for event in events:
                     stream = stream or call.stream(200, kind)

@@ -169,7 +169,9 @@ class RestFastPath:
         if not 0 < rows <= self._max_rows:
             return False
         prepared.rows = rows
-        return self._path.start(call, prepared, body, "", self._deadline_ns(call.received_ns, call.deadline_ns))
+        return self._path.start(
+            call, prepared, body, "", self._deadline_ns(call.received_ns, call.deadline_ns)
+        )
 
     def take(self, call: Call, body: ArrivedBody) -> bool:
         """Take a call whose bare rows are still in the socket, or return False."""
@@ -179,7 +181,9 @@ class RestFastPath:
         prepared.rows = self._rows.count_arrived(body)
         if not 0 < prepared.rows <= self._max_rows:
             return False
-        return self._path.start(call, prepared, body, "", self._deadline_ns(call.received_ns, call.deadline_ns))
+        return self._path.start(
+            call, prepared, body, "", self._deadline_ns(call.received_ns, call.deadline_ns)
+        )
 
 
 FAST_BYTES = 8 << 20  # up to 20 ms; larger bodies are read in a thread

@@ -1,0 +1,116 @@
+"""Whether anybody still waits for what a model computes: `fastserve.cancelled()`, `cancelled_rows()`.
+
+    def run(self, inputs):
+        for step in range(1000):
+            if fastserve.cancelled():
+                break                                  nobody waits: any outputs of the right shape do
+            ...
+
+A client that has left and one whose time is up are the same here. What is asked is the state of the batch in
+shared memory, at that moment: it costs microseconds when it is asked, and nothing while it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fastserve._ext.batch_ring import BatchRing
+
+Rows = Sequence[int]
+
+
+class Watched(Protocol):
+    """What a model is running, for whom."""
+
+    def gone(self) -> list[bool]:
+        """Return for each row, in the order of the inputs, whether nobody waits for it."""
+
+
+_watched: ContextVar[Watched | None] = ContextVar("fastserve_watched", default=None)
+
+
+def cancelled() -> bool:
+    """Return whether nobody waits any more for what the model is running: all clients of the batch, or of the
+    request, have left, or their time is up. False outside of a worker."""
+    watched = _watched.get()
+    if watched is None:
+        return False
+    gone = watched.gone()
+    return bool(gone) and all(gone)
+
+
+def cancelled_rows() -> np.ndarray[Any, Any]:
+    """Return for each row of the inputs whether nobody waits for it: bools of shape `[rows]`, with the rows
+    that pad a batch. Without a batch axis, and for functions of JSON, a request is a row. No rows outside of
+    a worker."""
+    watched = _watched.get()
+    return np.array([] if watched is None else watched.gone(), bool)
+
+
+class WatchedBatch:
+    """The batch of arrays that a worker runs. One for a worker: `begin` is two assignments."""
+
+    __slots__ = ("_ring", "_rows", "_slot")
+
+    def __init__(self, ring: BatchRing) -> None:
+        self._ring, self._slot = ring, -1
+        self._rows: int | Rows | Sequence[tuple[int, int, Any]] = 0
+        _watched.set(self)
+
+    def begin(self, slot: int, rows: int | Rows | Sequence[tuple[int, int, Any]]) -> None:
+        """A run begins: of the first `rows` of the slot, of these rows, or of these leases, (first row, rows,
+        any)."""
+        self._slot, self._rows = slot, rows
+
+    def end(self) -> None:
+        """The run has ended."""
+        self._slot = -1
+
+    def gone(self) -> list[bool]:
+        if self._slot < 0:
+            return []
+        alive = {
+            row for first, rows, _, _ in self._ring.leases(self._slot) for row in range(first, first + rows)
+        }
+        return [row not in alive for row in self._index()]
+
+    def _index(self) -> Rows:
+        given = self._rows
+        if isinstance(given, int):
+            return range(given)
+        return [
+            row
+            for one in given
+            for row in (range(one[0], one[0] + one[1]) if isinstance(one, tuple) else (one,))
+        ]
+
+
+class Cancellable(Protocol):
+    """A request of the worker."""
+
+    def is_cancelled(self) -> bool:
+        """Return whether its client has left."""
+
+
+class WatchedRequests:
+    """Requests that are answered by one call: `with WatchedRequests(requests): ...`, also for what starts
+    there and runs on."""
+
+    __slots__ = ("_requests", "_token")
+
+    def __init__(self, requests: Sequence[Cancellable]) -> None:
+        self._requests = requests
+
+    def __enter__(self) -> None:
+        self._token = _watched.set(self)
+
+    def __exit__(self, *raised: object) -> None:
+        _watched.reset(self._token)
+
+    def gone(self) -> list[bool]:
+        return [request.is_cancelled() for request in self._requests]
