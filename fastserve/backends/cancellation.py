@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 import numpy as np
 
@@ -91,20 +92,42 @@ class WatchedBatch:
 
 
 class Cancellable(Protocol):
-    """A request of the worker."""
+    """An answer that a request waits for."""
 
-    def is_cancelled(self) -> bool:
+    def cancelled(self) -> bool:
         """Return whether its client has left."""
 
 
-class WatchedRequests:
-    """Requests that are answered by one call: `with WatchedRequests(requests): ...`, also for what starts
-    there and runs on."""
+class WatchedReplies:
+    """The answers that a worker owes to the requests that it runs. One for a worker: `begin` is an
+    assignment."""
 
-    __slots__ = ("_requests", "_token")
+    __slots__ = ("_replies",)
 
-    def __init__(self, requests: Sequence[Cancellable]) -> None:
-        self._requests = requests
+    def __init__(self) -> None:
+        self._replies: Sequence[Cancellable] = ()
+        _watched.set(self)
+
+    def begin(self, replies: Sequence[Cancellable]) -> None:
+        """A run begins, that may call other models meanwhile."""
+        self._replies = replies
+
+    def end(self) -> None:
+        """The run has ended, whatever it has left running."""
+        self._replies = ()
+
+    def gone(self) -> list[bool]:
+        return [reply.cancelled() for reply in self._replies]
+
+
+class WatchedCall:
+    """Requests that are answered by one call: `with WatchedCall(replies): ...`, also for what starts there
+    and runs on. Weak: a context that lives on keeps no request."""
+
+    __slots__ = ("_replies", "_token")
+
+    def __init__(self, replies: Sequence[Cancellable]) -> None:
+        self._replies = [ref(reply) for reply in replies]
 
     def __enter__(self) -> None:
         self._token = _watched.set(self)
@@ -113,4 +136,4 @@ class WatchedRequests:
         _watched.reset(self._token)
 
     def gone(self) -> list[bool]:
-        return [request.is_cancelled() for request in self._requests]
+        return [reply is None or reply.cancelled() for reply in (look() for look in self._replies)]

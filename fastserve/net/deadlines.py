@@ -26,9 +26,9 @@ TIMEOUT, ENVOY_TIMEOUT = b"x-request-timeout", b"x-envoy-expected-rq-timeout-ms"
 SETTING, MOST_SETTING = "limits.request_timeout_s", "limits.most_request_timeout_s"
 UNBOUNDED = -1
 """The time of a request that has all the time it takes."""
-GRACE_NS = 10_000_000
-"""An endpoint has this much more time than its call, so that it is the call that is answered, in the same
-words wherever it was."""
+GRACE_NS = 100_000_000
+"""The engine has this much more time than a call, so that it is the call that is answered, in the same words
+wherever its request is, also by a loop that was late. Answers in parts that have begun have it too."""
 NEVER_NS = 1 << 62  # 146 years; a clock's time and this fit into 64 bits
 
 _NUMBER = re.compile(rb"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})[ \t]*(s|ms)?")

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastserve.backends import model_callbacks
+from fastserve.backends.cancellation import cancelled
 from fastserve.backends.triton_api.requests import InferenceRequest, InferenceResponse, TritonError, bls
 from fastserve.backends.triton_api.tensor import Tensor as TritonTensor
 from fastserve.backends.triton_api.tensor import TritonModelException
@@ -48,6 +49,9 @@ CALLBACK_S = 600.0
 SLACK_S = 1.0
 # A thread that waits while another reads the line looks this often whether the other has stopped reading.
 LOOK_S = 0.05
+# A call of a model looks this often whether anybody still waits for the requests that it answers.
+WATCH_S = 0.1
+NOBODY_WAITS = "nobody waits any more for the request that this call is part of"
 LATE = "the model that was called did not answer within {:g} s"
 GONE = "the server is stopping"
 NO_RESPONSE = "there was no response"
@@ -199,7 +203,11 @@ class BlsClient:
                 call.final = True
                 kind, text = (Kind.UNAVAILABLE, GONE) if self._gone else (Kind.DEADLINE_EXCEEDED, LATE)
                 return {"kind": kind.value, "message": text.format(call.timeout_s)}
-            self._await_news(call, left_s)
+            if cancelled():
+                self._leave(call)
+                call.final = True
+                return {"kind": Kind.CANCELLED.value, "message": NOBODY_WAITS}
+            self._await_news(call, min(left_s, WATCH_S))
         return call.answers.popleft()
 
     def _await_news(self, call: OutgoingCall, left_s: float) -> None:

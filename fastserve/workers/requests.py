@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 from fastserve._ext.triton_requests import OneReply, SlotRun
+from fastserve.backends.cancellation import WatchedReplies
 from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, is_out_of_memory, kind_of
 from fastserve.backends.triton_api.requests import CLOSED, KINDS, InferenceRequest, InferenceResponse
 from fastserve.backends.triton_api.tensor import TritonModelException
@@ -50,6 +51,7 @@ class RequestRunner:
         self._codec = RequestCodec(arena, ring, backend)
         self._backend, self._decoupled = backend, backend.decoupled
         self._kept: set[KeptSlab] = set()
+        self._watched = WatchedReplies()
 
     def run(self, slot: int) -> bool:
         """Answers every lease of the slot, or sees to it that they will be. True: it publishes the slot."""
@@ -77,6 +79,7 @@ class RequestRunner:
 
     def _execute(self, slot: int, asked: list[Asked]) -> None:
         requests, replies = [one.request for one in asked], [one.reply for one in asked]
+        self._watched.begin(replies)
         try:
             responses = self._backend.execute(requests, self._failing(replies))
             self._ring.end_run(slot)
@@ -88,6 +91,8 @@ class RequestRunner:
         else:
             self._codec.answer_all(responses, replies)
             return
+        finally:
+            self._watched.end()
         try:  # handled here no more: see isolation.py
             self._batch_failed(slot, asked, requests, error)
         finally:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
 from fastserve.backends.batch_io import OutputCheck, output_fault
-from fastserve.backends.cancellation import WatchedRequests
+from fastserve.backends.cancellation import WatchedCall
 from fastserve.backends.frameworks.python import CopyOnWrite
 from fastserve.backends.model_errors import end_if_lost, explain, kind_of
 from fastserve.backends.script.async_line import AsyncLine
@@ -162,15 +162,15 @@ class ScriptJsonBackend:
         if self._line is not None:
             self._channel = model_callbacks.channel_of_thread()
             for request in requests:
-                with WatchedRequests([request]), self._running([request]):
+                with self._running([request]):
                     self._line.start(self._answer_stream(request))
             return None
         if self._batched:
-            with WatchedRequests(requests), self._running(requests):
+            with self._running(requests):
                 return self._answer_batch(requests)
         answers = []
         for request in requests:
-            with WatchedRequests([request]), self._running([request]):
+            with self._running([request]):
                 answers.append(self._answer(request))
         return answers
 
@@ -190,12 +190,16 @@ class ScriptJsonBackend:
         steps, self._steps = self._steps, None
         close_model(steps)
 
-    def _running(self, requests: Sequence[InferenceRequest]) -> AbstractContextManager[None]:
-        """Let the model call those that it uses, in what is left of the requests' time."""
-        if self._declared is None or not self._declared.uses:
-            return nullcontext()
-        limit_us = 1000 * int(self._config.get("run_timeout_ms", 0))
-        return running(self._declared, limit_us, *(request.timeout() for request in requests))
+    @contextmanager
+    def _running(self, requests: Sequence[InferenceRequest]) -> Iterator[None]:
+        """Let the model ask who still waits, and call those that it uses in what is left of the time."""
+        with WatchedCall([request._reply for request in requests if request._reply is not None]):
+            if self._declared is None or not self._declared.uses:
+                yield
+                return
+            limit_us = 1000 * int(self._config.get("run_timeout_ms", 0))
+            with running(self._declared, limit_us, *(request.timeout() for request in requests)):
+                yield
 
     def _say_overdue(self) -> None:
         log.error("the model has not given way within run_timeout_ms: its worker is ended")

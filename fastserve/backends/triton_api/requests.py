@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
@@ -308,7 +309,8 @@ class Responses:
 async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
     if bls.threads is None:
         bls.threads = ThreadPoolExecutor(thread_name_prefix="bls")
-    return await asyncio.get_running_loop().run_in_executor(bls.threads, work, *arguments)
+    loop, context = asyncio.get_running_loop(), copy_context()  # it knows whom the call is for
+    return await loop.run_in_executor(bls.threads, context.run, work, *arguments)
 
 
 def channel_of_models() -> BlsChannel:

@@ -164,7 +164,7 @@ def time_of(call: Call, timeout_s: float, options: TextgenOptions) -> tuple[floa
     call's own deadline may be sooner."""
     timeout_ns = call.head.timeout_ns
     if 0 <= timeout_ns < 1e9 * min(timeout_s, options.e2e_timeout_s):
-        return call.deadline_ns / 1e9, time_is_up(timeout_ns).message
+        return (call.received_ns + timeout_ns) / 1e9, time_is_up(timeout_ns).message
     if timeout_s <= options.e2e_timeout_s:
         return call.received_ns / 1e9 + timeout_s, CLIENT
     return call.received_ns / 1e9 + options.e2e_timeout_s, END_TO_END
