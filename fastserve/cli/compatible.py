@@ -112,6 +112,7 @@ BAD_TENSORFLOW_FLAGS = 255  # the original's exit status for a flag it cannot re
 def tensorflow_model_server(flags: tuple[str, ...]) -> None:
     """Serve with TensorFlow Serving's flags: --port, --rest_api_port, --model_name, --model_base_path,
     --model_config_file, --enable_batching, --batching_parameters_file, --monitoring_config_file and others.
+    FASTSERVE_KEYS=FILE asks for API keys.
 
     \b
     Example:
@@ -128,7 +129,7 @@ def tensorflow_model_server(flags: tuple[str, ...]) -> None:
         return
     try:
         overrides, ignored = tensorflow_overrides(values)
-        settings = load_settings(None, {**overrides, **AS_ORIGINAL})
+        settings = load_settings(None, overrides, {**AS_ORIGINAL, **read_environment(os.environ)})
     except ConfigError as error:
         give_up(error)
         sys.exit(1)
@@ -187,6 +188,7 @@ def servables_text(problems: Mapping[str, list[str]]) -> str:
 
 
 BAD_TRITON_FLAGS = 1  # the original's exit status
+FILES = "admin.file_overrides"
 
 
 @click.command(
@@ -197,7 +199,7 @@ BAD_TRITON_FLAGS = 1  # the original's exit status
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def tritonserver(flags: tuple[str, ...]) -> None:
     """Serve with Triton's flags: --model-repository, --http-port, --grpc-port, --log-verbose, --load-model,
-    --model-control-mode, --cache-config, --trace-config and others.
+    --model-control-mode, --cache-config, --trace-config and others. FASTSERVE_KEYS=FILE asks for API keys.
 
     \b
     Example:
@@ -211,6 +213,15 @@ def tritonserver(flags: tuple[str, ...]) -> None:
     sys.exit(run(read_triton_settings(flags)))
 
 
+def asks_everybody(settings: Settings) -> bool:
+    """Return whether every client needs an API key, or a certificate."""
+    from fastserve.server.dialect_selection import all_listeners
+
+    mutual = bool(settings.tls.client_ca) and settings.tls.client_auth == "required"
+    http, grpc = all_listeners(settings)
+    return bool(settings.keys) or (mutual and all(one.tls for one in (*http, *grpc)))
+
+
 def read_triton_settings(flags: tuple[str, ...]) -> Settings:
     """Return the settings of the flags. End the process when one cannot be taken."""
     read = read_triton_flags(flags)
@@ -221,7 +232,12 @@ def read_triton_settings(flags: tuple[str, ...]) -> Settings:
     for name in read.ignored:
         click.echo(f"ignored: {name}", err=True)
     try:
-        return load_settings(None, {**triton_overrides(read.given), **AS_ORIGINAL})
+        environment = {**AS_ORIGINAL, **read_environment(os.environ)}
+        settings = load_settings(None, triton_overrides(read.given), environment)
+        if settings.model_control != "explicit" or FILES in environment or not asks_everybody(settings):
+            return settings
+        # As there, a load may bring files, which run as code: here from clients who say who they are.
+        return load_settings(None, {**triton_overrides(read.given), FILES: True}, environment)
     except ConfigError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(BAD_TRITON_FLAGS)

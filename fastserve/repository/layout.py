@@ -52,6 +52,7 @@ from fastserve.settings.fields import convert, fault_text
 from fastserve.settings.tensorflow import VERSION_BATCHING_FILE, batching_defaults
 
 LONGEST_PATH = 512
+SAVED_MODEL = "tensorflow"  # the backend of bare folders of SavedModels
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,8 @@ class Layout:
         if model is None:
             reason = "no version folder in base_path" if folder.is_dir() else "base_path is not a folder"
             return ModelFolder(entry.name, folder, error=reason, absent=True)
+        if entry.saved_model and not model.error:
+            model.error = _not_saved_models(model)
         if model.config is not None:
             changes: dict[str, object] = {}
             if entry.version_policy is not None:
@@ -308,6 +311,20 @@ class Layout:
         except OSError as fault:
             model.error = f"the folder cannot be read: {fault.strerror}"
         return model
+
+
+def _not_saved_models(model: ModelFolder) -> str:
+    """Return why a folder that a client has named may not be served; "" for SavedModels alone, without a
+    config that could say how they are run."""
+    config = next((name for name in (CONFIG_FILE, TRITON_FILE) if os.path.lexists(model.folder / name)), "")
+    backend = "" if model.config is None else model.config.backend
+    if not config and backend == SAVED_MODEL:
+        return ""
+    held = config or (f"a model of the backend {backend}" if backend else "no SavedModel")
+    return (
+        f"base_path holds {held}: without --admin-reload-config "
+        "(FASTSERVE_ADMIN_RELOAD_CONFIG=true) clients name folders of SavedModels alone"
+    )
 
 
 def _scan_deployment(folder: Path, configs: ConfigReader) -> dict[str, ModelFolder]:

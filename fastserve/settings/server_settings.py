@@ -238,6 +238,8 @@ class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Clients may change what is logged: POST /v2/logging, LogSettings."""
     reload_config: bool = False
     """TF Serving's ModelService may replace the models: its callers run code here."""
+    reload_saved: bool = False
+    """It may replace them by folders of SavedModels, and by those that `models` names."""
     origins: tuple[Annotated[str, Meta(pattern="^https?://[^/]+$")], ...] = ()
     """Web sites, http://HOST:PORT, whose pages may load, unload and change settings."""
 
@@ -268,6 +270,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of base_path that is the model, as version 1, in place of version folders."""
     fields: dict[str, Any] = {}
     """Fields of model.yaml for such a file, where none lies beside it."""
+    saved_model: bool = False
+    """Whether its versions must be SavedModels, without a config of their own."""
 
 
 class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

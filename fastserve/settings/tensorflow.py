@@ -400,7 +400,7 @@ def tensorflow_overrides(values: Mapping[str, int | bool | str]) -> tuple[Overri
     out["tfserving.cors"] = given["rest_api_enable_cors_support"]
     out["tfserving.tensor_content"] = given["enable_serialization_as_tensor_content"]
     out["tfserving.check_methods"] = given["enable_signature_method_name_check"]
-    out["admin.reload_config"] = True  # as there: clients may, unless nobody reaches the port
+    out["admin.reload_saved"] = True  # as there; what else a folder may hold would run as code
     out["load_retries"] = given["max_num_load_retries"]
     out["load_retry_s"] = given["load_retry_interval_micros"] / 1e6
     out["parallel_loads"] = max(1, given["num_load_threads"])

@@ -249,9 +249,18 @@ def test_its_grpc_port(tmp_path: Path) -> None:
             name="n", base_path=str(tmp_path / "n"), model_platform="tensorflow"
         )
         reload = channel.unary_unary("/tensorflow.serving.ModelService/HandleReloadConfigRequest")
-        reload(request.SerializeToString(), timeout=START_S)
-        assert is_served("n")
-        assert not is_served("m")
+        with pytest.raises(
+            grpc.RpcError
+        ) as refused:  # its model.py would run: whoever reaches the port may ask
+            reload(request.SerializeToString(), timeout=START_S)
+        assert "clients name folders of SavedModels alone" in refused.value.details()
+        assert not is_served("n")
+        del request.config.model_config_list.config[:]
+        request.config.model_config_list.config.add(
+            name="m", base_path=str(tmp_path / "m"), model_platform="tensorflow"
+        )
+        reload(request.SerializeToString(), timeout=START_S)  # the one that the operator has named
+        assert is_served("m")
 
 
 @pytest.mark.lingers  # grpcio keeps its poller's thread and pipe

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pytest
+
+from fastserve.settings.key_file import changing, make_key
 from tests.running import START_S, free_port, run_command
 from tests.server.rig import write_model
 
@@ -55,6 +60,74 @@ def test_what_cannot_be_taken_ends_the_start() -> None:
         "error: unknown argument: --nonsense=1, allowed: flags of tritonserver\n"
     )
     assert start("--http-port=1") == (1, "", "error: --model-repository must be specified\n")
+
+
+SENT = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(request.inputs()[0].as_numpy()) for request in requests]
+
+    def one(self, x):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])
+"""
+LOCAL = (
+    "--http-address=127.0.0.1",
+    "--grpc-address=127.0.0.1",
+    "--allow-grpc=false",
+    "--allow-metrics=false",
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "keyed", "status", "told"),
+    [
+        ({}, False, 501, "Files in a load are disabled"),
+        ({"FASTSERVE_ADMIN_FILE_OVERRIDES": "true"}, False, 200, ""),
+        ({}, True, 200, ""),
+        ({"FASTSERVE_ADMIN_FILE_OVERRIDES": "false"}, True, 501, "Files in a load are disabled"),
+    ],
+)
+def test_files_of_a_load_ask_for_a_key_or_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str], keyed: bool, status: int, told: str
+) -> None:
+    """A load under explicit control may bring a model.py in the original."""
+    write_model(tmp_path / "models")
+    headers = {"content-type": "application/json"}
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    if keyed:
+        key, entry = make_key("op", ("admin", "health"))
+        with changing(tmp_path / "keys.yaml") as entries:
+            entries.append(entry)
+        monkeypatch.setenv("FASTSERVE_KEYS", str(tmp_path / "keys.yaml"))
+        headers["authorization"] = f"Bearer {key}"
+    port = free_port()
+    flags = [f"--model-repository={tmp_path / 'models'}", f"--http-port={port}", *LOCAL]
+    server = subprocess.Popen(
+        [*COMMAND, *flags, "--model-control-mode=explicit"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    source = base64.b64encode(SENT.encode()).decode()
+    tensor = {"data_type": "TYPE_FP32", "dims": [2]}
+    config = {"backend": "python", "max_batch_size": 4}
+    config |= {"input": [{"name": "x", **tensor}], "output": [{"name": "y", **tensor}]}
+    body = {"parameters": {"config": json.dumps(config), "file:1/model.py": source}}
+    url = f"http://127.0.0.1:{port}/v2/repository/models/sent/load"
+    try:
+        assert server.stdout is not None
+        assert b"ready" in server.stdout.readline()
+        asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as reply:
+                found, text = reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            found, text = error.code, error.read().decode()
+        assert (found, told in text) == (status, True), text
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
 
 
 def test_help_names_the_flags() -> None:

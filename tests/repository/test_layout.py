@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fastserve.backends.registry import BackendEntry
 from fastserve.repository.layout import Layout, is_model_name
 from fastserve.settings import ModelEntry, PolicyChoice, RepositorySettings
 from tests.repository.folders import write_config, write_version
@@ -165,3 +166,31 @@ def test_a_text_model_as_it_is_downloaded(tmp_path: Path) -> None:
     assert (found.config.backend, found.error, list(found.versions)) == ("text", "", [1])
     assert found.versions[1].folder == folder
     assert Layout(RepositorySettings(repository=str(tmp_path))).scan() == {}
+
+
+def test_a_client_names_folders_of_saved_models_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`saved_model` of an entry: what could run other code is refused, also once it comes later."""
+    monkeypatch.setattr(BackendEntry, "installed", True)  # whether TensorFlow is here or not
+    base = tmp_path / "m"
+    (base / "1").mkdir(parents=True)
+    graph = base / "1" / "saved_model.pb"
+    graph.write_bytes(b"graph")
+    seen = Layout(RepositorySettings(models=(ModelEntry("m", str(base), saved_model=True),)))
+    assert seen.scan()["m"].error == ""
+    tensors = (
+        'input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }'
+    )
+    held = {
+        "model.yaml": "backend: tensorflow\nenv: {LD_PRELOAD: /tmp/x.so}\n",
+        "config.pbtxt": f'backend: "python" max_batch_size: 1 {tensors}',
+        "1/model.onnx": "",
+        "1/model.py": "class TritonPythonModel: pass",
+    }
+    for name, text in held.items():
+        (base / name).write_text(text)
+        if name == "1/model.py":
+            graph.unlink()
+        assert "clients name folders of SavedModels alone" in seen.scan()["m"].error, name
+        (base / name).unlink()

@@ -56,6 +56,7 @@ EXTENSIONS = (
     "binary_tensor_data", "parameters", "statistics", "trace", "logging",
 )  # fmt: skip
 
+_FILES = " FASTSERVE_ADMIN_FILE_OVERRIDES=true does too, and FASTSERVE_KEYS with `fastserve tritonserver`."
 _ENABLE = "Start the server with '--admin-%s' to enable."
 
 # Fields of InferStatistics and of VersionCounts.
@@ -305,7 +306,7 @@ async def load(service: KServeService, arguments: CallArguments) -> None:
     override, name = await service.offload(arguments.given_bytes, arguments.read), arguments.name
     has_files = override is not None and bool(override.files)
     if has_files and not service.admin.file_overrides:  # they run as code
-        raise unsupported("Files in a load are disabled. " + _ENABLE % "file-overrides")
+        raise unsupported("Files in a load are disabled. " + _ENABLE % "file-overrides" + _FILES)
     must_be_explicit(service.repository)
     check_name(name)
     failed = internal(f"failed to load '{name}', failed to poll from model repository")

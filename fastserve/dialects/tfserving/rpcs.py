@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from google.protobuf.json_format import ParseDict
 
 from fastserve._ext.flatten import unpack_bytes
@@ -339,9 +340,18 @@ class ModelRpcs:
     async def reload_config(self, request: Any) -> Any:
         """Serve these models and no others; returns when they are there."""
         service = self._service
-        if not service.admin.reload_config:
+        admin = service.admin
+        if not (admin.reload_config or admin.reload_saved):
             raise ServeError(Kind.UNIMPLEMENTED, NOT_ALLOWED)
         entries = read_config(request.config, service.catalog)
+        if not admin.reload_config:
+            own = {(entry.name, entry.base_path) for entry in service.context.settings.models}
+            entries = [
+                entry
+                if (entry.name, entry.base_path) in own
+                else msgspec.structs.replace(entry, saved_model=True)
+                for entry in entries
+            ]
         await service.repository.replace_models(entries)
         response = MESSAGES.ReloadConfigResponse()
         response.status.SetInParent()

@@ -286,7 +286,9 @@ def answer_not_implemented(call: Call) -> None:
 
 def exposes(settings: Settings) -> Sequence[str]:
     """A list of models says where their code lies."""
-    return ("replace the models, and so run code of its own",) if settings.admin.reload_config else ()
+    if settings.admin.reload_config:
+        return ("replace the models, and so run code of its own",)
+    return ("replace the models by other SavedModels",) if settings.admin.reload_saved else ()
 
 
 def recorded(settings: Settings, version: Version) -> Iterator[Recorded]:
