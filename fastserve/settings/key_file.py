@@ -26,6 +26,7 @@ import json
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from hmac import compare_digest
@@ -101,8 +102,8 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for what in ("name", "id", "subject"):
-            given = [getattr(entry, what) for entry in self.keys if getattr(entry, what)]
-            twice = next((value for value in given if given.count(value) > 1), "")
+            given = Counter(getattr(entry, what) for entry in self.keys)
+            twice = next((value for value, count in given.items() if value and count > 1), "")
             if twice:
                 raise ValueError(f'keys: given {what} "{twice}" twice, allowed: once')
 
@@ -129,13 +130,41 @@ def read_expiry(text: str, now: datetime) -> str:
 
 def read_keys(path: Path) -> KeyFile:
     """Read a file of keys. Raises ConfigError, which shows no hash."""
-    from fastserve.settings.config_files import read_yaml
+    from fastserve.settings.config_files import parse_yaml, read_text
 
     try:
-        tree = read_yaml(path, path.name)
+        text = read_text(path, path.name)
+        tree = _read_as_written(text) or parse_yaml(text, path.name)
     except ConfigError as fault:
         raise ConfigError(f"keys: {fault}") from None
     return convert(tree, KeyFile, str(path.name))
+
+
+_LINE = re.compile(r"(- |  )([a-z_]+): (.+)")
+
+
+def _read_as_written(text: str) -> dict[str, Any] | None:
+    """Return the tree of a text in the form of `_as_yaml`, None for any other. A server reads its keys while
+    it serves: 300 take 3 ms so, and 150 ms as YAML."""
+    head, _, rest = text.partition("keys:\n")
+    if any(line and not line.startswith("#") for line in head.splitlines()):
+        return None
+    entries: list[dict[str, Any]] = []
+    for line in rest.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None or (match[1] != "- " and not entries):
+            return None
+        if match[1] == "- ":
+            entries.append({})
+        if match[2] in entries[-1]:
+            return None
+        try:
+            entries[-1][match[2]] = msgspec.json.decode(match[3])
+        except msgspec.DecodeError:
+            return None
+    return {"keys": entries} if entries else None
 
 
 def make_key(name: str, scopes: Sequence[ScopeName], expires: str = "", **more: Any) -> tuple[str, KeyEntry]:

@@ -13,7 +13,9 @@ from click.testing import CliRunner
 
 from fastserve.cli import main
 from fastserve.errors import ConfigError
-from fastserve.settings.key_file import KEY, changing, read_keys
+from fastserve.settings import key_file
+from fastserve.settings.key_file import KEY, changing, make_key, read_keys
+from fastserve.settings.yaml_text import parse_yaml
 
 
 def key(*arguments: str, status: int = 0) -> str:
@@ -182,3 +184,34 @@ def test_limits(tmp_path: Path) -> None:
     key("new", "b", "--file", str(path))
     assert read_keys(path).keys[0] == entry
     key("new", "c", "--concurrency", "-1", "--file", str(path), status=2)
+
+
+def test_a_file_as_it_is_written_is_read_as_yaml_would_be(path: Path) -> None:
+    """The quick reader of the server, which serves meanwhile, and files that it leaves to YAML."""
+    with changing(path) as entries:
+        for number, more in enumerate(
+            (
+                {},
+                {
+                    "models": ("a-*", "b:é\\"),
+                },
+                {"requests_per_second": 2.5},
+                {"concurrency": 3},
+            )
+        ):
+            entries.append(make_key(f"k{number}", ("infer", "health"), "2030-01-31", **more)[1])
+    text = path.read_text()
+    quick = key_file._read_as_written(text)
+    assert quick is not None
+    assert quick == parse_yaml(text, "keys")
+    assert [entry.name for entry in read_keys(path).keys] == [f"k{number}" for number in range(4)]
+    for other in (
+        text.replace('"k1"', "k1"),
+        "x: 1\n" + text,
+        text.replace("  id:", "  name:", 1),
+        "keys: []\n",
+    ):
+        assert key_file._read_as_written(other) is None
+    path.write_text(text.replace("  id:", "  name:", 1))
+    with pytest.raises(ConfigError, match="given twice"):
+        read_keys(path)
