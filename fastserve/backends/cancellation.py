@@ -26,7 +26,7 @@ Rows = Sequence[int]
 
 
 class Watched(Protocol):
-    """What a model is running, for whom."""
+    """A run of a model, and those who wait for it."""
 
     def gone(self) -> list[bool]:
         """Return for each row, in the order of the inputs, whether nobody waits for it."""

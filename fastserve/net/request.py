@@ -658,7 +658,7 @@ class Call:
             self._connection.listener.deadlines.add(self, due_ns)
 
     def expire(self) -> None:
-        """Answer: the time of the call is up. The endpoint is told as if the client had left."""
+        """Answer: the time of the call is up. To the endpoint it is as if the client had left."""
         stopped, self.on_gone = self.on_gone, None
         self._connection.listener.router.hold_back(self, time_is_up(self.head.timeout_ns))
         self.gone = True  # for the endpoint, whose reply nobody waits for
