@@ -65,6 +65,7 @@ cdef class BatchRing:
     cdef int[MAX_FRONTS] front_doorbells
     cdef bint wake_due                      # rows were settled since the last wake_workers()
     cdef public bint line               # others wait for a slot: who comes now goes behind them
+    cdef public int64_t ahead           # rows that may wait in slots beside a batch for every worker; -1: any number
     cdef Claims claims                  # what shared memory cannot tell; in lent memory tests can turn it back
     cdef object lent_claims
     cdef uint64_t turn_ns               # since when rows committed in this turn of the loop wait
@@ -81,6 +82,7 @@ cdef class BatchRing:
             raise MemoryError
         self.memory, self.front, self.worker, self.own_doorbell, self.control = memory, front, worker, own_doorbell, control
         self.slots, self.max_rows, self.arena.front = self.arena.slots, self.arena.max_rows, max(front, 0)
+        self.ahead = -1
         self.inputs, self.outputs = self.arena.inputs, self.arena.outputs
         self.owner = self.arena.owner = worker_owner(&self.arena, worker) if worker >= 0 else 1 + front
         for i in range(MAX_WORKERS):
@@ -98,13 +100,29 @@ cdef class BatchRing:
         """A lease for 1..max_rows rows; FULL without a free slot or behind others (unless `first` of them), OVER: too many wait."""
         if rows < 1 or rows > self.max_rows:
             raise ValueError(f"a place has 1..{self.max_rows} rows, not {rows}")
-        cdef int64_t lease = FULL if self.line and not first else lease_reserve(&self.arena, rows, self.front)
+        cdef bint behind = not first and (self.line or (self.ahead >= 0 and lines_stand(&self.arena)))
+        if self.ahead >= 0 and not behind and not first:
+            behind = not rows_near(&self.arena, rows, <uint32_t>self.ahead)
+        cdef int64_t lease = FULL if behind else lease_reserve(&self.arena, rows, self.front)
         if lease >= 0 and not claim_rows(&self.arena, &self.claims, lease, rows):
             claim_refuse(&self.arena, lease, rows)      # a worker has freed rows that we hold: not these, then
             lease = FULL
         if self.arena.ready:    # a batch these rows did not fit in: wake_workers() may not be called
             self.notify()
         return lease
+
+    def near(self, uint32_t rows) -> bool:
+        """Whether so many rows more may be reserved under `ahead`."""
+        return self.ahead < 0 or rows_near(&self.arena, rows, <uint32_t>self.ahead)
+
+    def set_lined(self, bint lined) -> None:
+        """Tell all fronts whether requests wait in lines of this one."""
+        flag_exchange(&self.arena.header.front[self.front].lined, lined)
+
+    def nudge(self, int front) -> None:
+        """Ring the doorbell of another front: it looks at its lines."""
+        if 0 <= front < MAX_FRONTS and self.front_doorbells[front] >= 0:
+            doorbell_ring(self.front_doorbells[front])
 
     def commit(self, int64_t lease, uint32_t rows) -> None:
         """The rows are written; wake_workers() when no more are coming right now."""
@@ -211,6 +229,13 @@ cdef class BatchRing:
         cdef Slot* s = self.slot(slot)
         cdef uint64_t now = monotonic_ns()      # nothing a worker wrote there lies in the future
         return min(s.first_ns, now), min(s.taken_ns, now), min(s.run_ns, now), min(s.ran_ns, now), min(s.done_ns, now)
+
+    def row_ns(self, uint32_t slot) -> float:
+        """How long the backend worked on each row of a published batch; 0 where a worker has written nonsense."""
+        cdef Slot* s = self.slot(slot)
+        cdef uint64_t now = monotonic_ns(), ran = s.ran_ns if s.ran_ns else s.done_ns
+        cdef uint32_t rows = word_reserved(load64(&s.word))
+        return <double>since_ns(s.run_ns if s.run_ns else s.taken_ns, min(ran, now)) / (rows if rows else 1)
 
     def formed_ns(self, uint32_t slot) -> int:
         """How long a batch took from its first row to its sealing; then it waited for a worker."""

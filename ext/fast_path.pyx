@@ -8,6 +8,7 @@ What was two dozen Python frames a request is C between the calls to the ring, t
 see docs/decisions/0013.
 """
 
+from contextvars import ContextVar
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 
@@ -19,6 +20,27 @@ cdef tuple NO_SLAB = (0, 0)
 # Deadlines are looked at when the first may have passed, and no sooner than this after the last look.
 cdef int64_t TICK_NS = 25_000_000
 DEADLINE_TICK_NS = TICK_NS
+# How long a queue takes several accounts for active after two of them have sent rows one after the other.
+cdef int64_t MIXED_NS = 1_000_000_000
+ACCOUNTS_MIXED_NS = MIXED_NS
+
+
+ACCOUNT = ContextVar("account", default=None)
+"""Whose request the running task works on: an Account, or None."""
+
+
+cdef class Account:
+    """What one client has used in this front process since it was last moved on to counters. A subclass has `charge_rows`,
+    which is called where `charged`, and `board`, the numbers that fronts share."""
+
+    cdef public int64_t rows            # that were given to batches
+    cdef public double compute_ns       # of those that have run: the batch's, by its rows
+    cdef public bint charged            # rows count against a limit
+    cdef public double weight           # under overload
+    cdef public object board
+
+    def __cinit__(self, *args, **kwargs):
+        self.weight = 1.0
 
 
 cdef class Ticket:
@@ -32,6 +54,7 @@ cdef class Ticket:
     cdef readonly int64_t submitted_ns          # CLOCK_MONOTONIC; 0 of what no Lifecycle has submitted
     cdef readonly uint32_t rows
     cdef public object done, context
+    cdef readonly Account account               # whose it is, where somebody counts
 
     def __call__(self) -> None:
         self.queue.cancel(self)
@@ -39,7 +62,7 @@ cdef class Ticket:
 
 cdef class TicketTable:
     """Who waits for an answer from which slot. A subclass has `ring`, `room`, and what to do in turns of its loop:
-    wake_soon, watch, settle, failure, own_fault, undelivered."""
+    wake_soon, watch, settle, failure, own_fault, undelivered, look_around."""
 
     cdef public object ring, room
     cdef public int64_t submitted               # so far
@@ -51,18 +74,21 @@ cdef class TicketTable:
     cdef public int64_t alarm_ns                # when deadlines are looked at; 0: nobody looks
     cdef public int64_t due_ns                  # no deadline is before it; 0 while nobody has one
     cdef public list idle                       # futures of who waits until nobody waits
+    cdef public Account newest                  # whose rows came last
+    cdef public int64_t mixed_ns                # when an account came that was not the one before; 0: never
+    cdef public int64_t look_ns                 # when `look_around` is due: whether several accounts send requests
 
     def __init__(self, ring, slots: int) -> None:
         self.ring, self.room, self.wake_handle = ring, None, None
         self.by_slot, self.seqs, self.idle = [[] for _ in range(slots)], [0] * slots, []
 
-    def submit(self, int64_t lease, uint32_t rows, done, int64_t deadline_ns=0, context=None):
-        """The lease's inputs are written: let it run. Workers are woken at the end of this loop turn,
+    def submit(self, int64_t lease, uint32_t rows, done, int64_t deadline_ns=0, context=None, Account account=None):
+        """The lease's inputs are written: let it run, for `account`. Workers are woken at the end of this loop turn,
         so that what arrives together runs together."""
         cdef Ticket ticket = Ticket.__new__(Ticket)
         cdef Py_ssize_t slot = <Py_ssize_t>(lease >> 16)
         ticket.queue, ticket.lease, ticket.rows, ticket.deadline_ns = self, lease, rows, deadline_ns
-        ticket.done, ticket.context = done, context
+        ticket.done, ticket.context, ticket.account = done, context, account
         cdef list waiting_here = <list?>self.by_slot[slot]
         if not waiting_here:
             self.seqs[slot] = self.ring.seq(slot)
@@ -74,6 +100,8 @@ cdef class TicketTable:
             raise
         self.waiting += 1
         self.submitted += 1
+        if account is not None:
+            self.note(account, rows)
         if self.wake_handle is None:
             self.wake_soon()
         if deadline_ns:
@@ -81,6 +109,21 @@ cdef class TicketTable:
             if not self.alarm_ns or deadline_ns + TICK_NS < self.alarm_ns:
                 self.watch()
         return ticket
+
+    cdef note(self, Account account, uint32_t rows):
+        """Rows of an account are in a batch."""
+        cdef int64_t now_ns = <int64_t>monotonic_ns()
+        account.rows += rows
+        if account.charged:
+            account.charge_rows(rows)
+        if account is not self.newest:
+            if self.newest is not None:
+                if now_ns - self.mixed_ns > MIXED_NS:
+                    self.look_ns = 0
+                self.mixed_ns = now_ns
+            self.newest = account
+        if now_ns >= self.look_ns:
+            self.look_around(account, now_ns)
 
     def release(self, Ticket ticket not None) -> None:
         """The outputs of an answered ticket have been read."""
@@ -93,10 +136,15 @@ cdef class TicketTable:
         """The slot's batch is done: answer every ticket that waits for it, exactly once."""
         cdef list waiting_here = <list?>self.by_slot[slot]
         cdef Ticket ticket
+        cdef double row_ns = -1
         self.by_slot[slot] = []
         error = self.failure(slot)
         self.unreleased += len(waiting_here)
         for ticket in waiting_here:
+            if ticket.account is not None:
+                if row_ns < 0:
+                    row_ns = self.ring.row_ns(slot)
+                ticket.account.compute_ns += row_ns * ticket.rows
             done, fault = ticket.done, error
             ticket.done = None
             if fault is None:
@@ -122,6 +170,12 @@ cdef class TicketTable:
             self.undelivered()
 
 
+cdef object account_of(exchange):
+    """The account of a request: its head's, or that of the stream that it came in."""
+    head = getattr(exchange, "head", None)
+    return ACCOUNT.get() if head is None else head.usage
+
+
 cdef class Lifecycle:
     """One version's requests from start to end. `refusals`: the exceptions that a client may read. A subclass has
     `respond`, for answers without a writer, `answer_later`, for large ones, `refuse`, and `failed`, for what nobody foresaw;
@@ -131,6 +185,7 @@ cdef class Lifecycle:
     cdef object refusals, counted, duration, encoded, answered
     cdef readonly object decoded
     cdef bint replies
+    cdef public bint accounted          # requests have accounts: those of their heads
 
     def __init__(self, queue, refusals: type, metrics: tuple, answered, bint replies=False) -> None:
         """`metrics`: what counts a request, and what observes how long it, its reading and its writing took;
@@ -193,7 +248,8 @@ cdef class Lifecycle:
             if (<tuple?>reserved[2])[0]:
                 prepared.layout_in.settle(reserved)
             ticket = self.queue.submit(
-                reserved[0], prepared.rows, self, deadline_ns, (exchange, prepared, request_id, held)
+                reserved[0], prepared.rows, self, deadline_ns, (exchange, prepared, request_id, held),
+                account_of(exchange) if self.accounted else None,
             )
         except BaseException:
             prepared.layout_in.abandon(reserved, prepared.rows)

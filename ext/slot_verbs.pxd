@@ -20,7 +20,7 @@ cdef extern from "reclaim.h" nogil:
         uint32_t asleep, present
         uint64_t batches
     ctypedef struct FrontFlags:
-        uint32_t rung, rescan
+        uint32_t rung, rescan, lined
     ctypedef struct Counters:
         uint64_t count, ns
     ctypedef struct Spread:
@@ -75,6 +75,8 @@ cdef extern from "reclaim.h" nogil:
     uint32_t word_worker(uint64_t)
     enum: LEASE_FULL, LEASE_OVER
     uint32_t rows_left(const Arena*)
+    bint lines_stand(const Arena*)
+    bint rows_near(const Arena*, uint32_t, uint32_t)
     int64_t lease_reserve(Arena*, uint32_t, uint32_t)
     void lease_commit(Arena*, int64_t, uint32_t, uint64_t, uint64_t tag)
     void lease_give_back(Arena*, int64_t, uint32_t)

@@ -191,15 +191,22 @@ class LimitError(ServeError):
 
 
 class RateLimitError(ServeError):
-    """A request is over a limit of its client's, of which `remaining` is left, and all again in `reset_s`."""
+    """A request is over a limit of its client's, on `resource` (requests, rows, tokens, concurrency), of which
+    `remaining` is left, and all again in `reset_s`."""
 
     def __init__(
-        self, message: str, limit: float, remaining: float, retry_after_s: float, reset_s: float | None = None
+        self,
+        message: str,
+        resource: str,
+        limit: float,
+        remaining: float,
+        retry_after_s: float,
+        reset_s: float | None = None,
     ) -> None:
         super().__init__(
             Kind.RESOURCE_EXHAUSTED, message, retry_after_s=retry_after_s, reason=Reason.KEY_LIMIT
         )
-        self.limit, self.remaining = limit, remaining
+        self.resource, self.limit, self.remaining = resource, limit, remaining
         self.reset_s = retry_after_s if reset_s is None else reset_s
 
 

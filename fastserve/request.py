@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 
+from fastserve._ext.fast_path import ACCOUNT, Account
 from fastserve.errors import ServeError
 from fastserve.tensor import Tensor
 
@@ -61,7 +62,8 @@ class InferRequest:
     given as `times` is filled with the times of the request's batch, as BatchRing.times_ns returns them.
     `lent` and `placed` are inputs and outputs in client memory on a GPU, which workers read and write in
     place (engine/device_memory.py): `data` of such a tensor has the right size, but not the bytes.
-    `borrowed` is set where the inputs' memory is used again (engine/relay/).
+    `borrowed` is set where the inputs' memory is used again (engine/relay/). `account` is what the request is
+    counted for, and whose turn it needs under overload: that of the task that makes it.
     """
 
     inputs: dict[str, Tensor]
@@ -78,6 +80,7 @@ class InferRequest:
     lent: dict[str, Lent] = field(default_factory=dict)
     placed: dict[str, Lent] = field(default_factory=dict)
     borrowed: BorrowedInputs | None = None
+    account: Account | None = field(default_factory=ACCOUNT.get)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,8 @@ typedef struct { uint64_t bucket[SPREAD_BUCKETS]; } Spread;
 
 // lives: deaths so far. ping: what the owner asks, pong: what of it the worker's loop has answered (notify.h).
 typedef struct { alignas(64) uint32_t asleep; uint32_t present, lives; uint64_t batches; uint32_t ping, pong; } WorkerFlags;
-typedef struct { alignas(64) uint32_t rung; uint32_t rescan; } FrontFlags;
+// lined: requests of this front wait in lines of their keys; who comes at any front waits too.
+typedef struct { alignas(64) uint32_t rung; uint32_t rescan, lined; } FrontFlags;
 
 // WorkerFlags.asleep. Full: takes nothing now. Behind: neither, but who comes sets what stands still in it going.
 enum { AWAKE = 0, ASLEEP = 1, ASLEEP_UNTIL_DUE = 2, ASLEEP_FULL = 3, ASLEEP_BEHIND = 4 };

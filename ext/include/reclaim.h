@@ -75,6 +75,7 @@ static inline uint32_t slot_lost(const Arena *a, uint32_t i, uint32_t *generatio
 static inline void front_reclaim(const Arena *a, uint32_t front)
 {
     slab_reclaim(&a->slabs, 1 + front);
+    __atomic_store_n(&a->header->front[front].lined, 0u, __ATOMIC_SEQ_CST);
 }
 
 // Make up for rows found lost twice, with enough time in between that only a dead process can have left them.

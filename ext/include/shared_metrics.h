@@ -88,9 +88,11 @@ static inline void metric_store(uint64_t *slot, uint64_t value) { __atomic_store
 static inline void metric_add(uint64_t *slot, uint64_t n) { __atomic_fetch_add(slot, n, __ATOMIC_RELAXED); }
 static inline uint64_t metric_take(uint64_t *slot) { return __atomic_fetch_add(slot, 1, __ATOMIC_RELAXED); }
 
+// Doubles are loaded, stored and added in one order for all processes: of two that each add to their own and then read
+// both, one at least sees both (the limits of keys; an x86 does that at no cost).
 static inline double metric_load_double(const uint64_t *slot)
 {
-    uint64_t bits = metric_load(slot);
+    uint64_t bits = __atomic_load_n(slot, __ATOMIC_SEQ_CST);
     double value;
     memcpy(&value, &bits, 8);
     return value;
@@ -111,7 +113,7 @@ static inline void metric_add_double(uint64_t *slot, double amount)
         memcpy(&value, &seen, 8);
         value += amount;
         memcpy(&wanted, &value, 8);
-    } while (!__atomic_compare_exchange_n(slot, &seen, wanted, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    } while (!__atomic_compare_exchange_n(slot, &seen, wanted, true, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
 }
 
 // Histogram: slots[0 .. bounds] count the buckets (the last one is +Inf), slots[bounds + 1] is the sum.

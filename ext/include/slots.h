@@ -382,6 +382,30 @@ static inline void lease_release(const Arena *a, int64_t lease, uint32_t rows)
 // True for the first front that asks about this opening of the slot.
 static inline bool slot_count_once(Slot *s) { return __atomic_exchange_n(&s->counted, 1u, __ATOMIC_RELAXED) == 0; }
 
+// Whether requests wait in lines of their keys, at this front or another.
+static inline bool lines_stand(const Arena *a)
+{
+    for (uint32_t f = 0; f < a->fronts; f++)
+        if (__atomic_load_n(&a->header->front[f].lined, __ATOMIC_SEQ_CST))
+            return true;
+    return false;
+}
+
+// Whether `rows` rows more may be reserved while `ahead` may wait beside a batch for every worker. A batch that runs
+// counts as full, so that the room behind it is there before its worker says that it is done.
+static inline bool rows_near(const Arena *a, uint32_t rows, uint32_t ahead)
+{
+    uint64_t waiting = 0;
+    uint32_t running = 0;
+    for (uint32_t i = 0; i < a->slots; i++) {
+        uint64_t w = load64(&slot_at(a, i)->word);
+        waiting += word_waits(w) ? rows_wanted(slot_at(a, i), word_reserved(w)) : 0;
+        running += word_state(w) == SLOT_RUNNING;
+    }
+    uint32_t idle = running < a->workers ? a->workers - running : 0;
+    return waiting + rows <= ahead + (uint64_t)idle * a->max_rows || (!waiting && (ahead || idle));
+}
+
 // Rows written, not yet taken by a worker, and waited for.
 static inline uint32_t slot_queued(const Arena *a, uint32_t i)
 {

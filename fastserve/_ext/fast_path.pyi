@@ -1,10 +1,22 @@
 import asyncio
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from fastserve._ext.batch_ring import BatchRing
 
 DEADLINE_TICK_NS: int
+ACCOUNTS_MIXED_NS: int
+ACCOUNT: ContextVar[Account | None]
+
+class Account:
+    name: str
+    rows: int
+    compute_ns: float
+    charged: bool
+    weight: float
+    board: Any
+    def charge_tokens(self, tokens: int) -> None: ...
 
 class Ticket:
     queue: Any
@@ -14,6 +26,7 @@ class Ticket:
     rows: int
     done: Callable[[Ticket, Any], object] | None
     context: Any
+    account: Account | None
     def __call__(self) -> None: ...
 
 class TicketTable:
@@ -28,6 +41,9 @@ class TicketTable:
     alarm_ns: int
     due_ns: int
     idle: list[asyncio.Future[None]]
+    newest: Account | None
+    mixed_ns: int
+    look_ns: int
     def __init__(self, ring: BatchRing, slots: int) -> None: ...
     def submit(
         self,
@@ -36,6 +52,7 @@ class TicketTable:
         done: Callable[[Ticket, Any], object] | Lifecycle,
         deadline_ns: int = 0,
         context: Any = None,
+        account: Account | None = None,
     ) -> Ticket: ...
     def release(self, ticket: Ticket) -> None: ...
     def finish(self, slot: int) -> None: ...
@@ -44,6 +61,7 @@ class TicketTable:
 class Lifecycle:
     queue: Any
     decoded: Callable[[int], None]
+    accounted: bool
     def __init__(
         self,
         queue: Any,

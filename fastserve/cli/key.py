@@ -82,8 +82,20 @@ def key() -> None:
     help="Most requests a second.",
 )  # fmt: skip
 @click.option(
+    "--rows-per-second", type=click.FloatRange(0, 1e9), default=0.0, metavar="NUMBER",
+    help="Most rows a second that models run.",
+)  # fmt: skip
+@click.option(
+    "--tokens-per-second", type=click.FloatRange(0, 1e9), default=0.0, metavar="NUMBER",
+    help="Most tokens a second, of prompts and answers.",
+)  # fmt: skip
+@click.option(
     "--concurrency", type=click.IntRange(0, 1 << 20), default=0, metavar="NUMBER",
     help="Most requests under way.",
+)  # fmt: skip
+@click.option(
+    "--weight", type=click.FloatRange(0.001, 1000), default=1.0, show_default=True, metavar="NUMBER",
+    help="Its share of a model that has more requests than it can run.",
 )  # fmt: skip
 @file_option
 def new(
@@ -118,7 +130,10 @@ def describe(entry: KeyEntry, now: float) -> str:
     who = f"subject {entry.subject}" if entry.subject else f"id {entry.id}"
     ends = "never" if not entry.expires else entry.expires + ("  expired" if entry.expires_at <= now else "")
     models = f"  models {','.join(entry.models)}" if entry.models else ""
-    rate = f"  {entry.requests_per_second:g} requests/s" if entry.requests_per_second else ""
+    rates = entry.requests_per_second, entry.rows_per_second, entry.tokens_per_second
+    named = zip(rates, ("requests", "rows", "tokens"), strict=True)
+    rate = "".join(f"  {number:g} {what}/s" for number, what in named if number)
+    rate += f"  weight {entry.weight:g}" if entry.weight != 1 else ""
     most = f"  {entry.concurrency} under way" if entry.concurrency else ""
     return f"{entry.name}  {','.join(entry.scopes)}{models}{rate}{most}  {who}  expires {ends}"
 

@@ -8,7 +8,8 @@ submitted; answers come back by the queue's eventfd.
 
 A lease is a slice of a batch: its slot in the arena and its first row there, in one number. Everything runs
 on the event loop's thread. `done` is called exactly once for every ticket that was not cancelled, never from
-inside `submit`. Requests that find no free slot wait in the SlotWaitQueue, first in, first out.
+inside `submit`. Requests that find no free slot wait in the SlotWaitQueue, first in, first out,
+those of several API keys in turns.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
-from fastserve._ext.fast_path import DEADLINE_TICK_NS, Ticket, TicketTable
+from fastserve._ext.fast_path import ACCOUNTS_MIXED_NS, DEADLINE_TICK_NS, Ticket, TicketTable
 from fastserve._ext.slab_tensors import SlabCodec
 from fastserve.codec.generation import Record
+from fastserve.engine.slot_wait_queue import SlotWaitQueue
 from fastserve.errors import (
     DeadlineError,
     Kind,
@@ -44,138 +45,8 @@ from fastserve.workers.arena import Arena
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
-
-
-# Slots freed in another front process are found by looking.
-SLOT_LOOK_S = 0.005
-
-PATIENCE_NS = 250_000_000
-
-
-OnSlot = Callable[["int | ServeError"], object]
-
-
-class SlotWaiter:
-    """A request that waits for a lease; `given` is called once, and not after `leave`."""
-
-    __slots__ = ("given", "rows", "since_ns")
-
-    def __init__(self, rows: int, given: OnSlot) -> None:
-        self.rows, self.given = rows, given
-        self.since_ns = time.monotonic_ns()
-
-
-class SlotWaitQueue:
-    """Requests of this front process that wait for a slot of one queue: a FIFO of ordinary and one of patient
-    waiters. `on_empty` is called when the last waiter has left."""
-
-    def __init__(self, ring: BatchRing, max_queued: int, on_empty: Callable[[], object]) -> None:
-        self.anyone = False
-        self.rows = 0  # of those who stand in line
-        self.piece_rows = min(max(max_queued // 4, 1), ring.max_rows) if max_queued else ring.max_rows
-        self._ring, self._half, self._on_empty = ring, max_queued // 2, on_empty
-        self._line: deque[SlotWaiter] = deque()
-        self._patient: deque[SlotWaiter] = deque()
-        self._looking: asyncio.Handle | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def fits(self, rows: int) -> bool:
-        """Whether `rows` more rows may wait beside those that already do."""
-        return self.rows + rows <= self._ring.rows_left()
-
-    def spares(self, rows: int) -> bool:
-        """Whether half of the queue stays free after `rows` more rows."""
-        return self._ring.rows_left() - rows >= self._half
-
-    def stand(self, rows: int, given: OnSlot, *, patient: bool = False) -> SlotWaiter:
-        """Wait for a lease of `rows` rows; `given` receives it, or a ServeError."""
-        standing = SlotWaiter(rows, given)
-        self.anyone = True
-        if patient:
-            self._patient.append(standing)
-        else:
-            self._join(standing)
-        self.look_soon()
-        return standing
-
-    def leave(self, standing: SlotWaiter) -> None:
-        """Remove a waiter. No effect once it was given its lease."""
-        if standing in self._line:
-            self._line.remove(standing)
-            self.rows -= standing.rows
-        elif standing in self._patient:
-            self._patient.remove(standing)
-        else:
-            return
-        self._settle()
-
-    def look_soon(self) -> None:
-        """Look for a free slot at the end of this turn of the loop."""
-        if self._looking is None and self.anyone:
-            self._looking = asyncio.get_running_loop().call_soon(self._look)
-
-    def turn_away(self, make_error: Callable[[], ServeError]) -> int:
-        """Fail all waiters with an error. Return how many there were."""
-        left = [*self._line, *self._patient]
-        self._line.clear()
-        self._patient.clear()
-        self.rows = 0
-        if left:
-            self._settle()
-            run_all(left, lambda standing: standing.given(make_error()))
-        return len(left)
-
-    def close(self, make_error: Callable[[], ServeError]) -> None:
-        """Fail all waiters, and drop the reference to the queue: a reference cycle would keep its memory."""
-        self._on_empty = _nobody
-        for handle in (self._looking, self._timer):
-            if handle is not None:
-                handle.cancel()
-        self._looking = self._timer = None
-        self.turn_away(make_error)
-
-    def _join(self, standing: SlotWaiter) -> None:
-        self._line.append(standing)
-        self.rows += standing.rows
-        self._ring.line = True
-
-    def _look(self) -> None:
-        self._looking = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        late_ns = time.monotonic_ns() - PATIENCE_NS
-        while self._patient and self._patient[0].since_ns <= late_ns:
-            self._join(self._patient.popleft())
-        while self._line and self._give(self._line):
-            pass
-        while self._patient and not self._line and self.spares(self._patient[0].rows):
-            if not self._give(self._patient):
-                break
-        self._settle()
-        if self.anyone and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(SLOT_LOOK_S, self._look)
-
-    def _give(self, line: deque[SlotWaiter]) -> bool:
-        lease = self._ring.reserve(line[0].rows, True)
-        if lease < 0:
-            return False
-        standing = line.popleft()
-        if line is self._line:
-            self.rows -= standing.rows
-        standing.given(lease)
-        return True
-
-    def _settle(self) -> None:
-        self._ring.line = bool(self._line)
-        self.anyone = bool(self._line or self._patient)
-        if not self.anyone:
-            self._on_empty()
-
-
-def _nobody() -> None:
-    """Do nothing: the `on_empty` of a closed SlotWaitQueue."""
-
+    from fastserve._ext.fast_path import Account
+    from fastserve.engine.share_board import ShareBoard
 
 # A rate measured over this long decides Retry-After.
 RATE_WINDOW_NS = 1_000_000_000
@@ -242,6 +113,9 @@ class QueueMetrics:
         self, registry: Registry, model: str, version: int, max_delay_ns: int, max_rows: int
     ) -> None:
         who = self._who = (model, version)
+        self.model = model
+        self.batch_ns = 0.0
+        """How long a batch takes a worker, smoothed."""
         self._registry = registry
         self._queue = registry.histograms(names.QUEUE_DURATION).of(*who)
         self._form = registry.histograms(names.BATCH_FORM_DURATION).of(*who)
@@ -269,6 +143,7 @@ class QueueMetrics:
         first, taken, run, ran, done = ring.times_ns(slot)
         _, rows, live, _ = ring.describe(slot)
         self._count_rate(done, rows)
+        self.batch_ns += (max(done - taken, 0) - self.batch_ns) / 8
         if not ring.count_once(slot):
             return
         if first:
@@ -318,6 +193,12 @@ Specs = Mapping[str, TensorSpec]
 # on while every turn brings more; decision 0006 has what that gains.
 ONE_CORE_PATIENCE_NS = 500_000
 
+LOOK_NS = 100_000_000
+
+# While several keys send requests, as many rows wait in slots as fill a batch for when a worker is done. Of long
+# batches a part of it stays free for a key that seldom comes, whose request would else wait for one batch more.
+LONG_BATCH_NS = 5_000_000
+
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 
 RAN_TOO_LONG = "the model took longer than the request's time"
@@ -347,6 +228,7 @@ class BatchQueue(TicketTable):
         self.metrics = metrics
         self.turned_away = 0  # requests that found no room, or waited too long for it
         self.room = SlotWaitQueue(self.ring, arena.geometry.max_queued, self._wake_idle)
+        self.in_turns = True  # whether keys have turns under overload; not where a scheduler stands before
         self._offload = Offload()
         self._doorbell = arena.front_doorbells[front]
         self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
@@ -398,8 +280,10 @@ class BatchQueue(TicketTable):
 
     # --- leases ----------------------------------------------------------------------------------
 
-    async def reserve(self, rows: int, deadline_ns: int = 0, *, patient: bool = False) -> int:
-        """Reserve a lease for rows, as soon as a slot is free. Raises ServeError UNAVAILABLE, with the time
+    async def reserve(
+        self, rows: int, deadline_ns: int = 0, account: Account | None = None, *, patient: bool = False
+    ) -> int:
+        """Reserve a lease for rows, as soon as a slot is free and it is the turn of its account. Raises ServeError UNAVAILABLE, with the time
         to wait, when the queue is full, and DeadlineError. A `patient` request is not refused: it waits until
         the others have leases and half of the queue stays free; after PATIENCE_NS it waits as one of them."""
         waits = patient and (self.room.anyone or not self.room.spares(rows))
@@ -407,9 +291,13 @@ class BatchQueue(TicketTable):
         if lease >= 0:
             return lease
         if not patient and (lease == OVER or not self.room.fits(rows)):
-            self.rejected("queue_rows")
-            raise self.too_many()
-        return await self._stand(rows, deadline_ns, patient=patient)
+            if account is None or not self.room.make_room(rows, account, self._reject):
+                raise self._reject()
+        return await self._stand(rows, deadline_ns, account, patient=patient)
+
+    def _reject(self) -> ServeError:
+        self.rejected("queue_rows")
+        return self.too_many()
 
     def too_many(self) -> ServeError:
         """Return the error of a request that exceeds the queue's bounds."""
@@ -420,10 +308,16 @@ class BatchQueue(TicketTable):
             reason=Reason.QUEUE_FULL,
         )
 
-    async def _stand(self, rows: int, deadline_ns: int, *, patient: bool) -> int:
+    async def _stand(
+        self, rows: int, deadline_ns: int, account: Account | None, *, patient: bool
+    ) -> int:
         loop = asyncio.get_running_loop()
         came: asyncio.Future[int | ServeError] = loop.create_future()
-        standing = self.room.stand(rows, came.set_result, patient=patient)
+        if account is not None and account.board is not None:
+            self.room.turns = account.board.of(self.metrics.model)
+        standing = self.room.stand(rows, came.set_result, account, patient=patient)
+        if account is not None and self.ring.ahead < 0 and (self.room.keys > 1 or account is not self.newest):
+            self.look_around(account, time.monotonic_ns())
         left_s = max(deadline_ns - time.monotonic_ns(), 0) / 1e9 if deadline_ns else None
         try:
             await asyncio.wait([came], timeout=left_s)
@@ -440,6 +334,25 @@ class BatchQueue(TicketTable):
         if isinstance(lease, ServeError):
             raise lease
         return lease
+
+    def look_around(self, account: Account, now_ns: int) -> None:
+        """Give keys turns while several send requests. Called ten times a second while one does."""
+        board: ShareBoard | None = account.board
+        if board is None or not self.in_turns:
+            self.look_ns = 1 << 62
+            return
+        self.look_ns = now_ns + LOOK_NS
+        turns, room = board.of(self.metrics.model), self.room
+        since_ns = now_ns - ACCOUNTS_MIXED_NS
+        several = self.mixed_ns > since_ns or room.keys > 1
+        turns.note_active(account.name, several=several, light_s=room.light_ns / 1e9)
+        ahead = -1
+        if several or turns.others_active(account.name) or account is not self.newest:
+            light = self.metrics.batch_ns >= LONG_BATCH_NS and (
+                room.light_ns > since_ns or turns.light_s * 1e9 > since_ns
+            )
+            ahead = self.max_rows - (max(1, self.max_rows // 8) if light else 0)
+        room.share(turns, ahead)
 
     def rejected(self, cause: str) -> None:
         """A request was turned away before it ran."""
@@ -510,6 +423,8 @@ class BatchQueue(TicketTable):
 
     def _on_doorbell(self) -> None:
         run_all(self.ring.drain(), self.hear_one)
+        if self.room.anyone:  # another front may have rung for it
+            self.room.look_soon()
 
     def hear_one(self, entry: tuple[int, Any]) -> None:
         """Handle one message of the ring: a batch is done, a part of an answer came, or a rescan is due."""

@@ -10,7 +10,7 @@ with a response cache offers `cache_stage()`, which a caller of the fast path ha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fastserve.codec.generation import GenerationRun, Heard, Info, TextNote
@@ -20,6 +20,7 @@ from fastserve.repository.version import Attachment, Version
 from fastserve.request import InferRequest, InferResponse
 
 if TYPE_CHECKING:
+    from fastserve._ext.fast_path import Account
     from fastserve.engine.batch_queue import BatchQueue
     from fastserve.engine.schedulers.cache import CacheStage
 
@@ -116,6 +117,8 @@ class Engine:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.tensors: TensorFace | None = None
+        self.find_account: Callable[[str], Account | None] = lambda name: None
+        """The account of an API key, by its name, for requests of other front processes."""
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse:
         """Run one request. The caller releases the response.

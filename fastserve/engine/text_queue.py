@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastserve._ext.batch_ring import RECORDS
-from fastserve._ext.fast_path import Ticket
+from fastserve._ext.fast_path import ACCOUNT, Ticket
 from fastserve._ext.text_tokens import Flowing, pass_on
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.generation import Extra, Finish, Heard, Record, TextNote, write_text
@@ -47,23 +47,36 @@ TOO_LARGE = "a prompt of {} bytes is larger than all that may wait (max_queue_by
 LOST = "tokens of this request were lost on their way from the worker"
 # The worker ends what is past its time; here that is found when the worker does not come to it.
 SLACK_NS = 100_000_000
+# How often the tokens of sequences under way are charged to their API keys.
+CHARGE_NS = 100_000_000
 
 
 class TextRun(Flowing):
     """One sequence of this front process; see codec.text.Run."""
 
-    __slots__ = ("_heard", "_pages", "_queue", "_ticket")
+    __slots__ = ("_charged", "_heard", "_pages", "_queue", "_ticket", "account")
 
     def __init__(self, queue: TextQueue, slot: int, prompt: int, pages: int, heard: Heard) -> None:
         self._queue, self._heard = queue, heard
         self.slot, self.held = slot, prompt
+        self.account = ACCOUNT.get()
+        self._charged = 0  # tokens
         self._pages = pages  # of its prompt, until its worker has let go of it
         self._ticket: Ticket | None = None
 
     def submit(self, lease: int, deadline_ns: int) -> None:
         """Submit the sequence's lease."""
-        self._ticket = self._queue.submit(lease, 1, self._done, deadline_ns)
+        self._ticket = self._queue.submit(lease, 1, self._done, deadline_ns, None, self.account)
         self._queue.counts.came()
+        if self.account is not None:
+            self._queue.accounted.add(self)
+
+    def charge(self) -> None:
+        """Charge its account for the tokens that have come since the last time, and at first for its prompt."""
+        assert self.account is not None
+        tokens, self._charged = self.held - self._charged, self.held
+        if tokens:
+            self.account.charge_tokens(tokens)
 
     def taken(self, records: int) -> None:
         if not self.ended:
@@ -119,6 +132,10 @@ class TextRun(Flowing):
     def _close(self, finish: int) -> None:
         self.ended = True
         self._free()
+        if self.account is not None:
+            self._queue.accounted.discard(self)
+            if self.begun or finish == Finish.STOP:  # else its worker has not come to its prompt
+                self.charge()
         self._queue.counts.ended(finish, self.begun, self.held if self.begun else 0)
 
     def _free(self) -> None:
@@ -141,6 +158,7 @@ class TextQueue(BatchQueue):
     ) -> None:
         super().__init__(arena, front, inputs, outputs, metrics)
         self.counts = metrics.of_text()
+        self.in_turns = False
         geometry = arena.geometry
         self.tokens = TokenReader(
             arena.memory, front=front, worker_doorbells=arena.worker_doorbells, window=geometry.window
@@ -148,6 +166,8 @@ class TextQueue(BatchQueue):
         # Prompts share their half of the memory evenly; the other half is for tokens.
         self._most_pages = max(geometry.slab_pages // 2 // geometry.fronts, 1)
         self.prompt_pages = 0  # of this front's that their worker still needs
+        self.accounted: set[TextRun] = set()  # sequences whose tokens are charged to somebody
+        self._charge_ns = 0
 
     def _forsake(self, found: list[Any]) -> None:
         self.tokens.read([entry for kind, entry in found if kind == RECORDS])  # gives their slabs back
@@ -221,11 +241,17 @@ class TextQueue(BatchQueue):
     def _pass_on(self, messages: list[tuple[int, int]]) -> None:
         """Deliver the tokens of one step; most are passed on in compiled code and counted at once."""
         gaps: list[int] = []
-        left = pass_on(self.tokens.read(messages), self.tokens, gaps, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        left = pass_on(self.tokens.read(messages), self.tokens, gaps, now_ns)
         if gaps:
             self.counts.flowed(gaps)
         if left:
             run_all(left, _tell_run)
+        if self.accounted and now_ns >= self._charge_ns:
+            self._charge_ns = now_ns + CHARGE_NS
+            for run in self.accounted:
+                if run.begun:
+                    run.charge()
 
 
 def _tell_run(told: tuple[TextRun, list[Record] | None]) -> None:

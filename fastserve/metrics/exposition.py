@@ -63,6 +63,11 @@ class Metric:
         return KIND_COUNTER if self.kind == "counter" else KIND_HISTOGRAM
 
     @property
+    def unit(self) -> float:
+        """What 1 in shared memory stands for: a counter of seconds counts nanoseconds."""
+        return 1e-9 if self.kind == "counter" and self.name.endswith("_seconds_total") else 1.0
+
+    @property
     def slots(self) -> int:
         """64-bit values one series takes."""
         if self.kind == "histogram":
@@ -256,7 +261,7 @@ class Exposition:
                 lines += [f"{head}{count}.0" for head, count in zip(heads, counts, strict=False)]
                 lines += [f"{heads[-2]}{counts[-1]}.0", f"{heads[-1]}{_double(values[-1])!r}"]
             else:
-                value = float(values[0]) if metric.kind == "counter" else _double(values[0])
+                (value,) = _numbers(metric, values)
                 lines.append(f"{heads[0]}{value!r}")
         return lines
 
@@ -322,7 +327,7 @@ def _write_heads(metric: Metric, values: LabelValues) -> tuple[str, ...]:
 def _numbers(metric: Metric, values: Values) -> tuple[float, ...]:
     if metric.kind == "histogram":
         return (*values[:-1], _double(values[-1]))
-    return (float(values[0]) if metric.kind == "counter" else _double(values[0]),)
+    return (values[0] * metric.unit if metric.kind == "counter" else _double(values[0]),)
 
 
 def _double(bits: int) -> float:

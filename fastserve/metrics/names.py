@@ -184,6 +184,14 @@ API_KEYS_STALE = _fact(
 # The names of keys are the operator's.
 KEY_REQUESTS = _counter("key_requests", "Requests of an API key, whatever they are answered.", "key")
 
+KEY_ROWS = _counter("key_rows", "Rows that models ran for an API key; an ensemble's count at each step.", "key")
+
+KEY_TOKENS = _counter("key_tokens", "Tokens of an API key: of prompts and of answers.", "key")
+
+KEY_COMPUTE = _counter(
+    "key_compute_seconds", "Compute of an API key: the time of each batch, by its rows of the batch.", "key"
+)
+
 KEY_ERRORS = _counter(
     "key_errors", "Those with an error, by HTTP status or gRPC's; no key: none that is valid.", "key", "code"
 )
@@ -221,6 +229,8 @@ class Traffic:
         self._registry = registry
         self._dialect = dialect
         self._known = known
+        self.accounted = False
+        """Whether requests have accounts: those of their API keys."""
         self._kept: dict[tuple[str, object], tuple[Counter, Histogram]] = {}  # as many as versions served
 
     def succeeded(self, model: str, version: object) -> tuple[Counter, Histogram]:

@@ -200,6 +200,15 @@ class ApiKeyGate:
 
         return ended
 
+    def find_usage(self, name: str) -> KeyUsage | None:
+        """Return the usage of a key by its name."""
+        return self._usages.get(name)
+
+    def flush(self) -> None:
+        """Move what queues have noted of keys on to their counts."""
+        for usage in self._usages.values():
+            usage.flush()
+
     def note_refusal(self, call: Call, scope: Scope | None) -> None:
         """Have a call counted, and written down if it administers, that is refused for its key."""
         head, key = call.head, self.identify(call.head)
@@ -277,6 +286,7 @@ class ApiKeyGate:
                 by_subject[entry.subject] = key
             else:
                 by_id[entry.id.encode()] = entry, key
+        self.flush()  # of keys that are gone, too
         self._ring, self._stamp, self.stale = _Ring(by_id, by_subject), stamp, False
         self._usages = usages
         named = {key.models for key in self._ring.all()}
@@ -312,27 +322,27 @@ def _find_keys(head: RequestHead) -> list[bytes]:
 Narrow = Callable[[Compartment, "RequestHead"], "Endpoint"]
 
 
+class KeyTerms(NamedTuple):
+    """What a request needs to reach an endpoint: a key of this gate with `scope`. `refuse` answers the others,
+    and `narrow` finds the endpoints of compartments."""
+
+    gate: ApiKeyGate
+    opening: Opening
+    scope: Scope | None
+    refuse: Refuse
+    narrow: Narrow
+
+
 class KeyedEndpoint:
-    """An endpoint for requests whose key allows it; `refuse` answers the others.
+    """An endpoint for requests whose key allows it.
 
     It stands around every other guard, and around the wait for the server's start."""
 
     __slots__ = ("_endpoint", "_gate", "_narrow", "_narrowed", "_opening", "_refuse", "_scope")
 
-    def __init__(
-        self,
-        gate: ApiKeyGate,
-        opening: Opening,
-        endpoint: Endpoint,
-        scope: Scope | None,
-        refuse: Refuse,
-        narrow: Narrow,
-    ) -> None:
-        self._gate, self._opening = gate, opening
+    def __init__(self, terms: KeyTerms, endpoint: Endpoint) -> None:
+        self._gate, self._opening, self._scope, self._refuse, self._narrow = terms
         self._endpoint = endpoint
-        self._scope = scope
-        self._refuse = refuse
-        self._narrow = narrow
         self._narrowed: WeakKeyDictionary[Compartment, Endpoint] = WeakKeyDictionary()
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
@@ -413,14 +423,7 @@ class TakingKeyedEndpoint(KeyedEndpoint):
         return taken
 
 
-def keyed(
-    gate: ApiKeyGate,
-    opening: Opening,
-    endpoint: Endpoint,
-    scope: Scope | None,
-    refuse: Refuse,
-    narrow: Narrow,
-) -> KeyedEndpoint:
-    """Return the endpoint behind the gate; `narrow` finds those of compartments."""
+def keyed(terms: KeyTerms, endpoint: Endpoint) -> KeyedEndpoint:
+    """Return the endpoint behind the gate."""
     made = TakingKeyedEndpoint if hasattr(endpoint, "take") else KeyedEndpoint
-    return made(gate, opening, endpoint, scope, refuse, narrow)
+    return made(terms, endpoint)

@@ -22,6 +22,7 @@ from http import HTTPStatus
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from fastserve._ext.fast_path import ACCOUNT
 from fastserve._ext.stream_path import StreamPath
 from fastserve.errors import ServeError
 from fastserve.net.deadlines import GRACE_NS, UNBOUNDED, CallDeadlines, time_is_up
@@ -534,8 +535,11 @@ class Call:
             self._connection.callback_failed(error)
 
     def _named(self, status: int, headers: Headers) -> Headers:
-        """Add X-Request-Id where the client named its request, to errors, and with an access log. Other
-        replies get no id."""
+        """Add X-Request-Id where the client named its request, to errors, and with an access log; other replies
+        get no id. Add what is left of the limits of its key."""
+        usage = self.head.usage
+        if usage is not None and usage.limited and status != 429:
+            headers = (*headers, *usage.describe_room())
         if self.head.identified or status >= 400 or self._connection.listener.names:
             return (*headers, (b"X-Request-Id", self.request_id.encode()))
         return headers
@@ -595,6 +599,8 @@ class Call:
         self.on_gone = self._task.cancel
 
     async def _conclude(self, work: Coroutine[Any, Any, None]) -> None:
+        if self.head.usage is not None:
+            ACCOUNT.set(self.head.usage)
         try:
             try:
                 if len(self.body) <= ALLOWANCE_BYTES or await self._has_room():

@@ -19,8 +19,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from fastserve.errors import Kind, RateLimitError, Reason, ServeError, detach
-from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Resources, Restrictions, Scope, guard
-from fastserve.net.api_keys import ApiKeyGate, Compartment, KeyedEndpoint, keyed
+from fastserve.net.access_control import (
+    NO_RESTRICTIONS,
+    Opening,
+    Refuse,
+    Resources,
+    Restrictions,
+    Scope,
+    guard,
+)
+from fastserve.net.api_keys import ApiKeyGate, Compartment, KeyedEndpoint, KeyTerms, keyed
 from fastserve.net.deadlines import (
     ENVOY_TIMEOUT,
     TIMEOUT,
@@ -28,6 +36,7 @@ from fastserve.net.deadlines import (
     read_timeout_headers,
     time_is_up,
 )
+from fastserve.net.key_usage import limit_headers
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
 from fastserve.settings import Limits
@@ -151,12 +160,8 @@ def fault_headers(fault: ServeError) -> tuple[tuple[bytes, bytes], ...]:
     if fault.reason is Reason.API_KEY:
         return _CHALLENGES[fault.kind]
     if isinstance(fault, RateLimitError):
-        return (
-            (b"Retry-After", b"%d" % ceil(fault.retry_after_s or 1)),
-            (b"x-ratelimit-limit", b"%g" % fault.limit),
-            (b"x-ratelimit-remaining", b"%g" % fault.remaining),
-            (b"x-ratelimit-reset", b"%.3f" % fault.reset_s),
-        )
+        told = limit_headers(fault.resource, fault.limit, fault.remaining, fault.reset_s)
+        return (b"Retry-After", b"%d" % max(1, ceil(fault.retry_after_s or 1))), *told
     again = fault.retry_after_s
     return () if again is None else ((b"Retry-After", b"%d" % max(1, round(again))),)
 
@@ -251,7 +256,7 @@ class Router:
                 answer_not_found if self._spokesman is None else self._spokesman.answer_unknown
             )
             if self._gate is not None:
-                unknown = keyed(self._gate, self._opening, unknown, None, refuse_plainly, self._narrow)
+                unknown = keyed(self._terms(None, refuse_plainly), unknown)
             return unknown, None
         dialect, route = chosen
         scope, refuse = route.scope, dialect.refuse
@@ -260,10 +265,14 @@ class Router:
         endpoint = self._restrictions.guard_endpoint(route.endpoint, scope, route.resources, refuse)
         endpoint = guard(endpoint, scope, self._origins, refuse)
         if self._gate is not None:
-            behind = keyed(self._gate, self._opening, endpoint, scope, refuse, self._narrow)
+            behind = keyed(self._terms(scope, refuse), endpoint)
             return behind, CachedRoute(method, target, behind)
         held = self._opening.hold(endpoint, scope, refuse)
         return held, CachedRoute(method, target, endpoint)
+
+    def _terms(self, scope: Scope | None, refuse: Refuse) -> KeyTerms:
+        assert self._gate is not None
+        return KeyTerms(self._gate, self._opening, scope, refuse, self._narrow)
 
     def _narrow(self, compartment: Compartment, head: RequestHead) -> Endpoint:
         """Return the endpoint of a head's target in a compartment. Raises ServeError where there is none."""

@@ -1,6 +1,7 @@
 """The audit log: a file of JSON lines that says who used the server, and who changed it.
 
-    {"at": "2026-03-01T12:00:00.123Z", "event": "usage", "key": "team", "requests": 41, "errors": {"429": 2}}
+    {"at": "2026-03-01T12:00:00.123Z", "event": "usage", "key": "team", "requests": 41, "rows": 39,
+     "compute_s": 0.125, "errors": {"429": 2}}
     {"at": "...", "event": "admin", "key": "ops", "call": "POST /v2/repository/models/m/load", "status": 200}
     {"at": "...", "event": "omitted", "admin": 17}
 
@@ -30,6 +31,14 @@ EVERY_S = 1.0
 MOST_REFUSED = 100
 REFUSED = frozenset((401, 403, 429, "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"))
 CALL_CHARACTERS = 300
+USED = {
+    "requests": names.KEY_REQUESTS,
+    "rows": names.KEY_ROWS,
+    "tokens": names.KEY_TOKENS,
+    "compute_s": names.KEY_COMPUTE,
+}
+UNITS = tuple(metric.unit for metric in USED.values())
+"""What is counted is whole numbers of these."""
 
 
 class AuditLog:
@@ -39,7 +48,7 @@ class AuditLog:
         self._path, self._counts = path, counts
         self._file = -1
         self._refused = self._omitted = 0  # in this second
-        self._requests: Counter[str] = Counter()
+        self._used: list[Counter[str]] = [Counter() for _ in USED]
         self._errors: Counter[tuple[str, str]] = Counter()
         self._limited_log = RateLimitedLog(log)
         self._timer: asyncio.TimerHandle | None = None
@@ -85,24 +94,30 @@ class AuditLog:
             lines.append({"event": "omitted", "admin": self._omitted})
         self._refused = self._omitted = 0
         if self._counts is not None:
-            requests, errors = self._grown()
+            used, errors = self._grown()
             by_key: dict[str, dict[str, int]] = {}
             for (key, code), count in sorted(errors.items()):
                 by_key.setdefault(key, {})[code] = count
-            for key in sorted({*requests, *by_key}):
-                more = {"errors": by_key[key]} if key in by_key else {}
-                lines.append({"event": "usage", "key": key, "requests": requests[key], **more})
+            for key in sorted({*by_key}.union(*used)):
+                line: dict[str, Any] = {"event": "usage", "key": key, "requests": used[0][key]}
+                for name, unit, counts in zip(USED, UNITS, used, strict=True):
+                    if counts[key]:
+                        line[name] = counts[key] if unit == 1 else round(counts[key] * unit, 6)
+                lines.append({**line, "errors": by_key[key]} if key in by_key else line)
         if lines:
             self._write(lines)
 
-    def _grown(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
-        """Return how much the counts have grown since the last call."""
+    def _grown(self) -> tuple[list[Counter[str]], Counter[tuple[str, str]]]:
+        """Return how much the counts of USED, and those of errors, have grown since the last call."""
         assert self._counts is not None
-        found, failed = self._counts.read(names.KEY_REQUESTS, names.KEY_ERRORS)
-        requests = Counter({key: int(value) for (key,), (value,) in found.items()})
+        *found, failed = self._counts.read(*USED.values(), names.KEY_ERRORS)
+        used = [
+            Counter({key: round(value / unit) for (key,), (value,) in counts.items()})
+            for counts, unit in zip(found, UNITS, strict=True)
+        ]
         errors = Counter({(key, code): int(value) for (key, code), (value,) in failed.items()})
-        grown = requests - self._requests, errors - self._errors
-        self._requests, self._errors = requests, errors
+        grown = [now - before for now, before in zip(used, self._used, strict=True)], errors - self._errors
+        self._used, self._errors = used, errors
         return grown
 
     def _write(self, lines: list[dict[str, Any]]) -> None:

@@ -33,7 +33,7 @@ from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.http2.settings import Lifetimes
-from fastserve.net.key_usage import KeyUsage
+from fastserve.net.key_usage import KeyCounts, KeyLimits, KeyUsage, NoCount
 from fastserve.net.tls import Credentials
 from fastserve.server.audit_log import AuditLog
 from fastserve.server.dialect_selection import (
@@ -390,6 +390,7 @@ class Front:
             strangers=self._count_key(""),
             audit=None if audit is None else audit.note,
         )
+        self.engine.find_account = gate.find_usage
         gate.load()
         self._watch(
             FileWatch(
@@ -398,13 +399,20 @@ class Front:
         )
 
     def _count_key(self, name: str) -> KeyUsage:
-        requests = self.registry.counters(names.KEY_REQUESTS).of(name)
-        return KeyUsage(name, requests, lambda code: self.registry.counters(names.KEY_ERRORS).of(name, code))
+        counters = self.registry.counters
+        whole = (names.KEY_REQUESTS, names.KEY_ROWS, names.KEY_TOKENS, names.KEY_COMPUTE)
+        counts = [counters(metric).of(name) for metric in (whole if name else whole[:1])]
+        counts += [NoCount()] * (len(whole) - len(counts))  # who has no key is let in to no model
+        usage = KeyUsage(name, KeyCounts(*counts, lambda code: counters(names.KEY_ERRORS).of(name, code)))
+        usage.board = self._shares.board
+        return usage
 
     def _make_usage(self, entry: KeyEntry, known: KeyUsage | None) -> KeyUsage:
         """Return the usage of a key, which goes on from `known`, with the limits of its entry."""
         usage, shares = known or self._count_key(entry.name), self._shares
-        usage.hold(entry.requests_per_second, entry.concurrency, shares.find, self.settings.front_count)
+        rates = entry.requests_per_second, entry.rows_per_second, entry.tokens_per_second
+        usage.hold(KeyLimits(*rates, entry.concurrency), shares.find, self.settings.front_count)
+        usage.weight = entry.weight
         if usage.limited:
             shares.find(entry.name)  # the first front makes room for it
         return usage
@@ -432,9 +440,11 @@ class Front:
         """Return the open listeners by kind: HTTP (gRPC may share them), and gRPC alone."""
         return {"http": self.http, "grpc": [one.listener for one in self.grpc if one.listener is not None]}
 
-    def give_back_memory(self) -> None:
-        """Trim the heap after a burst of large requests or replies. Called twice a second."""
+    def look_twice_a_second(self) -> None:
+        """Trim the heap after a burst of large requests or replies, and count what keys have used."""
         self._trim.look()
+        if self.gate is not None:
+            self.gate.flush()
 
     def addresses(self) -> tuple[tuple[Listener, ...], tuple[Listener, ...]]:
         """Return the HTTP and gRPC listeners with their real ports."""
@@ -451,6 +461,8 @@ class Front:
         self.http, self.grpc = [], []
         for watch in self.watches:
             watch.close()
+        if self.gate is not None:
+            self.gate.flush()
         if self._audit is not None:
             self._audit.close()
         if self.gate is not None:

@@ -295,7 +295,7 @@ class FrontProcess:
             log.error("%s for %g s", OWNER_SILENT, OWNER_SILENT_S)
             self._show_readiness()
         self._front.heartbeat.beat()
-        self._front.give_back_memory()
+        self._front.look_twice_a_second()
         self._gauges.beat(self._front.listeners(), BEAT_S)
         self._gauges.show_memory(self._front.budget)
         if self._handing_over is None and (failed := self._front.registry.failures.take()):

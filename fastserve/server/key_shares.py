@@ -1,8 +1,9 @@
-"""The numbers of keys' limits, in memory that all front processes share (net/key_usage.py).
+"""The numbers that front processes share of API keys: of their limits (net/key_usage.py), and of their turns at
+models (engine/share_board.py).
 
-The owner makes a file with a section for each front, and a row of numbers for each key that has had a limit,
-in all sections at the same place. It alone adds rows; others find them by the name. A front writes its own
-section.
+The owner makes two files with a section for each front. In the first is a row of numbers for each key that has
+had a limit, in all sections at the same place: the owner alone adds rows, others find them by the name. To the
+second each front adds rows in its own section. A front writes its own section.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from fastserve._ext.shared_metrics import KIND_GAUGE_SUM, Gauge, Section, file_bytes, lay_out
-from fastserve.net.key_usage import KeyShare
+from fastserve.engine.share_board import ShareBoard
+from fastserve.net.key_usage import Bucket, KeyShare
 from fastserve.serving.replication import Content, ReplicatedPart, StateRecord
 from fastserve.util.memory import make_shared_file, map_shared_file
 from fastserve.util.rate_limited_log import RateLimitedLog
@@ -21,8 +23,9 @@ log = logging.getLogger(__name__)
 MOST_KEYS = 2048
 """Names of keys with limits during the life of a server; limits of further ones are divided by its fronts."""
 NAME_BYTES = 64
-RUNNING, USED, FORFEITED = range(3)
-NUMBERS = 3
+RUNNING, BUCKETS = 0, (1, 3, 5)
+"""Numbers of a row: requests under way, and where the two of a bucket are, of requests, rows and tokens."""
+NUMBERS = 7
 FULL_S = -1e9
 """`forfeited` of a new bucket, which is full on a machine that has just started too."""
 
@@ -39,12 +42,15 @@ class KeyShares(ReplicatedPart):
         self._slots: dict[str, int] = {}
         self._seen = 0  # rows that are in `_slots`
         self._own: dict[str, KeyShare] = {}  # of keys without a row
-        self._fd = -1
+        self.board = ShareBoard(number)
+        self._fds: list[int] = []
         if number == 0:
-            self._fd = make_shared_file("fastserve-keys", file_bytes(fronts, *_SIZES))
-            with map_shared_file(self._fd) as memory:
-                lay_out(memory, fronts, *_SIZES)
-            self._map(self._fd)
+            for name, sizes in (("fastserve-keys", _SIZES), ("fastserve-turns", ShareBoard.SIZES)):
+                fd = make_shared_file(name, file_bytes(fronts, *sizes))
+                self._fds.append(fd)
+                with map_shared_file(fd) as memory:
+                    lay_out(memory, fronts, *sizes)
+            self._map(self._fds)
 
     def find(self, name: str) -> KeyShare:
         """Return the numbers of a key; those of this front alone while there are no others."""
@@ -52,40 +58,45 @@ class KeyShares(ReplicatedPart):
         if slot < 0:
             return self._own.get(name) or self._make_own(name)
         self._own.pop(name, None)
-        running, used = (
-            [Gauge(section, slot + number) for section in self._sections] for number in (RUNNING, USED)
+        running, requests, rows, tokens = (
+            [Gauge(section, slot + number) for section in self._sections] for number in (RUNNING, *BUCKETS)
         )
-        forfeited = Gauge(self._sections[0], slot + FORFEITED)
-        return KeyShare(running[self._number], used[self._number], forfeited, running, used)
+        buckets = [
+            Bucket(used[self._number], Gauge(self._sections[0], slot + number + 1), used)
+            for used, number in zip((requests, rows, tokens), BUCKETS, strict=True)
+        ]
+        return KeyShare(running[self._number], running, *buckets)
 
     def close(self) -> None:
         """Close the file; its memory stays as long as a share of it is in use."""
         self._sections = ()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
 
     # ---- ReplicatedPart
 
     def apply(self, content: Content, fds: list[int]) -> None:
         try:
-            self._map(fds[0])
+            self._map(fds)
         finally:
-            os.close(fds[0])
+            for fd in fds:
+                os.close(fd)
 
     def records(self) -> Iterator[StateRecord]:
-        if self._fd >= 0:
-            yield StateRecord({}, (self._fd,))
+        if self._fds:
+            yield StateRecord({}, tuple(self._fds))
 
     def front_ended(self, front: int) -> None:
         """Take the requests of a front that is no more out of the sums."""
         if self._sections:
             for slot in self._slots.values():
                 self._sections[front].zero(slot + RUNNING, 1)
+        self.board.front_ended(front)
 
-    def _map(self, fd: int) -> None:
-        memory = map_shared_file(fd)
-        self._sections = [Section(memory, number) for number in range(self._fronts)]
+    def _map(self, fds: Sequence[int]) -> None:
+        limits, turns = map(map_shared_file, fds)
+        self._sections = [Section(limits, number) for number in range(self._fronts)]
+        self.board.open([Section(turns, number) for number in range(self._fronts)])
 
     def _find_slot(self, name: str) -> int:
         slot = self._slots.get(name, -1)
@@ -107,7 +118,8 @@ class KeyShares(ReplicatedPart):
             return -1
         for section in reversed(self._sections):  # the first one last: there others look for it
             slot = section.append(KIND_GAUGE_SUM, name.encode(), NUMBERS)
-        Gauge(first, slot + FORFEITED).set(FULL_S)
+        for number in BUCKETS:
+            Gauge(first, slot + number + 1).set(FULL_S)
         self._slots[name], self._seen = slot, self._seen + 1
         return slot
 
@@ -116,9 +128,13 @@ class KeyShares(ReplicatedPart):
         lay_out(memory, 1, 1, NAME_BYTES, NUMBERS)
         section = Section(memory, 0)
         slot = section.append(KIND_GAUGE_SUM, b"", NUMBERS)
-        running, used, forfeited = (Gauge(section, slot + number) for number in range(NUMBERS))
-        forfeited.set(FULL_S)
-        found = self._own[name] = KeyShare(running, used, forfeited, (running,), (used,), whole=False)
+        running = Gauge(section, slot + RUNNING)
+        buckets = []
+        for number in BUCKETS:
+            used, forfeited = Gauge(section, slot + number), Gauge(section, slot + number + 1)
+            forfeited.set(FULL_S)
+            buckets.append(Bucket(used, forfeited, (used,)))
+        found = self._own[name] = KeyShare(running, (running,), *buckets, whole=False)
         return found
 
 

@@ -342,7 +342,7 @@ class Server:
         # First: a beat that fails is not the last.
         self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._beat_on)
         self.front.heartbeat.beat()
-        self.front.give_back_memory()
+        self.front.look_twice_a_second()
         self.progress.look()
         self.manager.beat()
         self._gauges.beat(self.front.listeners(), BEAT_S)

@@ -286,6 +286,7 @@ class DialectService:
         self.offload = Offload()
         self.keepers, self.views = VersionListeners(self.catalog), ModelViews(engine.catalog)
         self.traffic = Traffic(context.registry, dialect, self.catalog.models)
+        self.traffic.accounted = bool(context.settings.keys)
 
     def deadline_ns(self, received_ns: int, theirs_ns: int) -> int:
         """When the time of a request that came then is up: by `timeout_ns` or by its own deadline, whichever

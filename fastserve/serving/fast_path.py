@@ -73,7 +73,7 @@ class FastPath(Lifecycle):
         decode, encode = traffic.stages(version.model, version.number)
         metrics = requests.add, duration.observe_ns, decode.observe_ns, encode.observe_ns
         super().__init__(queue, ServeError, metrics, outcome.answered, replies)
-        self.version = version
+        self.version, self.accounted = version, traffic.accounted
         self.refuse = outcome.refused
         self._large: set[asyncio.Task[None]] = set()
 

@@ -8,7 +8,10 @@
       expires: "2027-01-01T00:00:00Z"
       models: [search-*, rank]          patterns of the models that it may use; without any, all
       requests_per_second: 50
+      rows_per_second: 400
+      tokens_per_second: 1000
       concurrency: 8                    requests under way
+      weight: 3                         its share under overload; without it 1
     - name: dashboards
       scopes: [metrics]
       subject: CN=grafana,O=example      a client's certificate in place of a key
@@ -68,8 +71,14 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Patterns of the names of the models that it may use (*, ?, [abc]); none: all models."""
     requests_per_second: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Requests a second over all front processes, after a second's worth at once; 0: any number."""
+    rows_per_second: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """Rows a second that models run for it, over all front processes; 0: any number."""
+    tokens_per_second: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """Tokens a second of its prompts and answers, over all front processes; 0: any number."""
     concurrency: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     """Requests under way at a time over all front processes; 0: any number."""
+    weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
+    """Its share of a model that has more requests than it can run."""
 
     def __post_init__(self) -> None:
         if bool(self.hash) == bool(self.subject) or bool(self.id) != bool(self.hash):

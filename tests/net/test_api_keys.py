@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.net.access_control import Opening, Scope
-from fastserve.net.api_keys import LACKS_SCOPE, WANTED, ApiKeyGate, Compartment, keyed
+from fastserve.net.api_keys import LACKS_SCOPE, WANTED, ApiKeyGate, Compartment, KeyTerms, keyed
 from fastserve.net.callback_guard import SUBJECT
 from fastserve.net.grpc import GrpcListener, Method
 from fastserve.net.http1.large_bodies import BULK_BYTES
@@ -359,9 +359,10 @@ class Taking:
 
 def test_bodies_are_not_taken_without_a_key(keys: Keys) -> None:
     endpoint, refused = Taking(), []
-    behind: Any = keyed(
-        keys.gate, Opening(), endpoint, Scope.INFER, lambda call, fault: refused.append(fault), no_part
+    terms = KeyTerms(
+        keys.gate, Opening(), Scope.INFER, lambda call, fault: refused.append(fault), no_part
     )
+    behind: Any = keyed(terms, endpoint)
     head = RequestHead(b"")
     call: Any = type("Call", (), {"head": head})()
     assert not behind.take(call, None)
@@ -372,7 +373,7 @@ def test_bodies_are_not_taken_without_a_key(keys: Keys) -> None:
     keys.revoke("a")
     assert not behind.take(call, None)
     assert endpoint.taken == 1
-    plain = keyed(keys.gate, Opening(), echo, Scope.INFER, lambda call, fault: None, no_part)
+    plain = keyed(terms, echo)
     assert not hasattr(plain, "take")
 
 

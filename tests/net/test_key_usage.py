@@ -11,8 +11,8 @@ import pytest
 
 from fastserve.errors import Kind, RateLimitError, Reason
 from fastserve.net.access_control import Opening, Scope
-from fastserve.net.api_keys import WANTED, ApiKeyGate, Compartment, keyed
-from fastserve.net.key_usage import KeyUsage
+from fastserve.net.api_keys import WANTED, ApiKeyGate, Compartment, KeyTerms, keyed
+from fastserve.net.key_usage import KeyCounts, KeyLimits, KeyUsage
 from fastserve.net.request import RequestHead
 from fastserve.server.key_shares import MOST_KEYS, KeyShares
 from fastserve.settings.key_file import KeyEntry, changing, make_key
@@ -36,24 +36,24 @@ def shares_of(number: int, fronts: int, owner: KeyShares | None = None) -> KeySh
     OPEN.append(found)
     if owner is not None:
         (record,) = owner.records()
-        found.apply({}, [os.dup(record.fds[0])])
+        found.apply({}, [os.dup(fd) for fd in record.fds])
     return found
 
 
 class Fronts:
     """The shares of several front processes, and what each of them knows of one key."""
 
-    def __init__(self, count: int, per_second: float = 0.0, concurrency: int = 0) -> None:
+    def __init__(self, count: int, limits: KeyLimits) -> None:
         owner = shares_of(0, count)
         self.shares = [owner, *(shares_of(number, count, owner) for number in range(1, count))]
         self.clock = Clock()
         self.clock.now = 5_000.0
-        self.usages = [self.use(shares, per_second, concurrency) for shares in self.shares]
+        self.usages = [self.use(shares, limits) for shares in self.shares]
 
-    def use(self, shares: KeyShares, per_second: float, concurrency: int, name: str = "k") -> KeyUsage:
+    def use(self, shares: KeyShares, limits: KeyLimits, name: str = "k") -> KeyUsage:
         usage = KeyUsage(name)
         usage.clock = self.clock
-        usage.hold(per_second, concurrency, shares.find, len(self.shares))
+        usage.hold(limits, shares.find, len(self.shares))
         shares.find(name)
         return usage
 
@@ -71,7 +71,7 @@ class Fronts:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_the_rate_is_that_of_all_fronts_together(count: int) -> None:
-    fronts = Fronts(count, per_second=10)
+    fronts = Fronts(count, KeyLimits(requests=10))
     assert fronts.take(100) == 10  # a second's worth at once
     for _ in range(20):
         fronts.clock.now += 0.5
@@ -83,13 +83,13 @@ def test_the_rate_is_that_of_all_fronts_together(count: int) -> None:
 
 
 def test_one_front_may_use_all_of_it() -> None:
-    fronts = Fronts(4, per_second=10)
+    fronts = Fronts(4, KeyLimits(requests=10))
     fronts.usages = fronts.usages[2:3]
     assert fronts.take(100) == 10
 
 
 def test_less_than_one_request_a_second() -> None:
-    fronts = Fronts(2, per_second=0.1)
+    fronts = Fronts(2, KeyLimits(requests=0.1))
     assert fronts.take(10) == 1
     fronts.clock.now += 9.9
     with pytest.raises(RateLimitError) as caught:
@@ -104,32 +104,32 @@ def test_less_than_one_request_a_second() -> None:
 
 
 def test_another_rate_holds_from_now_on() -> None:
-    fronts = Fronts(2, per_second=1000)
+    fronts = Fronts(2, KeyLimits(requests=1000))
     assert fronts.take(2000) == 1000
     for usage, shares in zip(fronts.usages, fronts.shares, strict=True):
-        usage.hold(2, 0, shares.find, 2)
+        usage.hold(KeyLimits(requests=2), shares.find, 2)
     fronts.clock.now += 1
     assert fronts.take(10) == 2
     for usage, shares in zip(fronts.usages, fronts.shares, strict=True):
-        usage.hold(0, 0, shares.find, 2)
+        usage.hold(KeyLimits(), shares.find, 2)
     assert not fronts.usages[0].limited
 
 
 def test_two_fronts_that_see_a_full_bucket_at_once_forfeit_it_once() -> None:
     """As with any order of their steps: both have read before either writes."""
-    fronts = Fronts(2, per_second=10)
+    fronts = Fronts(2, KeyLimits(requests=10))
     fronts.take(1)
     fronts.clock.now += 3600
     shares = [one.find("k") for one in fronts.shares]
-    left = fronts.clock.now - sum(one.value for one in shares[0].all_used)
+    left = fronts.clock.now - sum(one.value for one in shares[0].requests.all_used)
     for share in shares:
-        share.forfeited.set(left - 1)
+        share.requests.forfeited.set(left - 1)
     assert fronts.take(100) == 10
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_requests_under_way(count: int) -> None:
-    fronts = Fronts(count, concurrency=4)
+    fronts = Fronts(count, KeyLimits(concurrency=4))
     held = [fronts.usages[turn % count].take() for turn in range(4)]
     for usage in fronts.usages:
         with pytest.raises(RateLimitError, match="may have 4 requests under way") as caught:
@@ -140,18 +140,18 @@ def test_requests_under_way(count: int) -> None:
 
 
 def test_a_front_that_dies_gives_back_what_it_had() -> None:
-    fronts = Fronts(3, concurrency=4)
+    fronts = Fronts(3, KeyLimits(concurrency=4))
     for number in (1, 1, 2, 0):
         fronts.usages[number].take()
     assert fronts.take(3) == 0
     fronts.shares[0].front_ended(1)
     again = shares_of(1, 3, fronts.shares[0])  # its successor has the section
-    fronts.usages[1] = fronts.use(again, 0, 4)
+    fronts.usages[1] = fronts.use(again, KeyLimits(concurrency=4))
     assert fronts.take(9) == 2
 
 
 def test_a_key_that_is_refused_for_its_rate_takes_no_place() -> None:
-    fronts = Fronts(1, per_second=1, concurrency=2)
+    fronts = Fronts(1, KeyLimits(requests=1, concurrency=2))
     assert fronts.take(5) == 1
     (share,) = {fronts.shares[0].find("k").running.value}
     assert share == 1
@@ -164,7 +164,7 @@ def test_a_front_without_the_memory_has_its_part_of_the_limits() -> None:
     clock = Clock()
     usage = KeyUsage("k")
     usage.clock = clock
-    usage.hold(8, 8, late.find, 4)
+    usage.hold(KeyLimits(requests=8, concurrency=8), late.find, 4)
     held = [usage.take() for _ in range(2)]
     with pytest.raises(RateLimitError):
         usage.take()
@@ -201,9 +201,11 @@ class Rig:
         self.gate.load()
 
     def make_usage(self, entry: KeyEntry, known: KeyUsage | None) -> KeyUsage:
-        usage = known or KeyUsage(entry.name, self, lambda code: Counted(self.counted, code))
+        counts = KeyCounts(self, error_of=lambda code: Counted(self.counted, code))
+        usage = known or KeyUsage(entry.name, counts)
         usage.clock = self.clock
-        usage.hold(entry.requests_per_second, entry.concurrency, self.shares.find)
+        limits = KeyLimits(entry.requests_per_second, entry.rows_per_second, 0, entry.concurrency)
+        usage.hold(limits, self.shares.find)
         return usage
 
     def add(self, n: int = 1) -> None:
@@ -313,7 +315,8 @@ def test_a_body_that_is_offered(tmp_path: Path, willing: bool) -> None:
     def no_part(compartment: Compartment, head: RequestHead) -> Any:
         raise AssertionError
 
-    behind: Any = keyed(rig.gate, Opening(), Taking(willing), Scope.INFER, lambda call, fault: None, no_part)
+    terms = KeyTerms(rig.gate, Opening(), Scope.INFER, lambda call, fault: None, no_part)
+    behind: Any = keyed(terms, Taking(willing))
     head = RequestHead(b"")
     head.headers = [(b"x-api-key", rig.text)]
     pipe = rig.pipe()

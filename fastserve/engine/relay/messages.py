@@ -7,11 +7,12 @@ released."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
+from fastserve._ext.fast_path import Account
 from fastserve.engine.relay.channel import Parts
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, invalid
 from fastserve.request import InferRequest, InferResponse, by_name
@@ -41,7 +42,7 @@ class RelayedError(msgspec.Struct, array_like=True, gc=False):
 
 class RelayedRequest(msgspec.Struct, array_like=True, gc=False):
     """A request without its tensors' bytes. `version` is the owner's id of it; `flags`: 1 starts a
-    sequence, 2 ends it, 4 asks for the times of its batch."""
+    sequence, 2 ends it, 4 asks for the times of its batch; `account` is the name of its API key."""
 
     version: int
     tensors: list[TensorHead]
@@ -53,6 +54,7 @@ class RelayedRequest(msgspec.Struct, array_like=True, gc=False):
     sequence_id: int | str
     flags: int
     parameters: dict[str, Any]
+    account: str
 
 
 class RelayedReply(msgspec.Struct, array_like=True, gc=False):
@@ -84,6 +86,7 @@ def pack_request(version: int, request: InferRequest) -> Packed:
         request.sequence_id,
         flags,
         request.parameters,
+        "" if request.account is None else request.account.name,
     )
     try:
         data = _encode(head)
@@ -92,7 +95,9 @@ def pack_request(version: int, request: InferRequest) -> Packed:
     return _lay_out(data, [tensor.data for tensor in request.inputs.values()])
 
 
-def unpack_request(memory: memoryview) -> tuple[int, InferRequest]:
+def unpack_request(
+    memory: memoryview, find_account: Callable[[str], Account | None]
+) -> tuple[int, InferRequest]:
     """Return the owner's id of the version and the request, whose tensors are views. Raises ValueError."""
     data, at = _head_of(memory)
     head = _read_request(data)
@@ -108,6 +113,7 @@ def unpack_request(memory: memoryview) -> tuple[int, InferRequest]:
         bool(head.flags & 2),
         head.timeout_us,
         [] if head.flags & 4 else None,
+        account=find_account(head.account) if head.account else None,
     )
     return head.version, request
 

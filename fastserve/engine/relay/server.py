@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from fastserve._ext.fast_path import ACCOUNT
 from fastserve.engine.batch_queue import version_gone
 from fastserve.engine.engine import Engine
 from fastserve.engine.relay.channel import RelayChannel, TicketKind, write_parts
@@ -90,7 +91,8 @@ class RelayServer:
             self._channel.send(TicketKind.END, number)
 
     async def _respond(self, number: int, offset: int, borrowed: BorrowedInputs) -> None:
-        key, request = unpack_request(self._channel.request_view(offset))
+        key, request = unpack_request(self._channel.request_view(offset), self._engine.find_account)
+        ACCOUNT.set(request.account)  # also of an ensemble's steps
         request.borrowed, borrowed.tensors = borrowed, tuple(request.inputs.values())
         version = self._find(key)
         if version is None:

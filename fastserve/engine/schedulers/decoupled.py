@@ -220,11 +220,11 @@ async def stream_on_queue(
 ) -> AsyncGenerator[InferResponse, None]:
     """Run one request directly on a decoupled queue; see `Engine.stream`."""
     rows = max(check_inputs(version, request.inputs), 1)
-    lease = await queue.reserve(_fitting(queue, rows), request.deadline_ns)
+    lease = await queue.reserve(_fitting(queue, rows), request.deadline_ns, request.account)
     write = partial(ArenaIO(queue).write_inputs, lease, rows, request.inputs, request)
     await queue.fill(lease, rows, inputs_bytes(request.inputs), write)
     parts = PartReader(queue, lease, version)
-    ticket = queue.submit(lease, rows, parts.done, request.deadline_ns, parts)
+    ticket = queue.submit(lease, rows, parts.done, request.deadline_ns, parts, request.account)
     parts.submitted(ticket)
     try:
         while (part := await parts.next()) is not None:

@@ -91,7 +91,7 @@ async def _run(
     patient: bool = False,
 ) -> Ticket:
     """Reserve and write one lease, submit it, and return its answer."""
-    lease = await queue.reserve(rows, request.deadline_ns, patient=patient)
+    lease = await queue.reserve(rows, request.deadline_ns, request.account, patient=patient)
     write = partial(ArenaIO(queue).write_inputs, lease, rows, inputs, request)
     await queue.fill(lease, rows, inputs_bytes(inputs), write)
     answer, ticket = submit_written(queue, request, rows, lease)
@@ -120,7 +120,7 @@ def submit_written(queue: BatchQueue, request: InferRequest, rows: int, lease: i
             answer.set_exception(error)
 
     try:
-        return answer, queue.submit(lease, rows, done, request.deadline_ns)
+        return answer, queue.submit(lease, rows, done, request.deadline_ns, None, request.account)
     except BaseException:
         queue.abandon(lease, rows)
         raise

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from fastserve._ext.fast_path import ACCOUNT
 from fastserve._ext.grpc_messages import (
     PREFIX_BYTES,
     MessageFault,
@@ -378,6 +379,8 @@ class GrpcCall(CallPath):
 
     async def _conclude(self, work: Answer, request: Request) -> None:
         calls, method = self.head.calls, self.head.method
+        if self.head.usage is not None:
+            ACCOUNT.set(self.head.usage)
         if calls.epoch and (method.takes_stream or method.gives_stream):
             calls.streaming[self] = self.head.models
         try:
