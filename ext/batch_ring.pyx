@@ -111,9 +111,9 @@ cdef class BatchRing:
             self.notify()
         return lease
 
-    def near(self, uint32_t rows) -> bool:
-        """Whether so many rows more may be reserved under `ahead`."""
-        return self.ahead < 0 or rows_near(&self.arena, rows, <uint32_t>self.ahead)
+    def near(self, uint32_t rows, uint32_t spare=0) -> bool:
+        """Whether so many rows more may be reserved under `ahead` and `spare` more."""
+        return self.ahead < 0 or rows_near(&self.arena, rows, <uint32_t>self.ahead + spare)
 
     def set_lined(self, bint lined) -> None:
         """Tell all fronts whether requests wait in lines of this one."""

@@ -195,8 +195,7 @@ ONE_CORE_PATIENCE_NS = 500_000
 
 LOOK_NS = 100_000_000
 
-# While several keys send requests, as many rows wait in slots as fill a batch for when a worker is done. Of long
-# batches a part of it stays free for a key that seldom comes, whose request would else wait for one batch more.
+# Of batches that take longer a part stays free for keys that seldom come (SlotWaitQueue.share).
 LONG_BATCH_NS = 5_000_000
 
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
@@ -228,7 +227,7 @@ class BatchQueue(TicketTable):
         self.metrics = metrics
         self.turned_away = 0  # requests that found no room, or waited too long for it
         self.room = SlotWaitQueue(self.ring, arena.geometry.max_queued, self._wake_idle)
-        self.in_turns = True  # whether keys have turns under overload; not where a scheduler stands before
+        self.in_turns = False  # whether keys have turns under overload; not where a scheduler decides before
         self._offload = Offload()
         self._doorbell = arena.front_doorbells[front]
         self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
@@ -346,13 +345,11 @@ class BatchQueue(TicketTable):
         since_ns = now_ns - ACCOUNTS_MIXED_NS
         several = self.mixed_ns > since_ns or room.keys > 1
         turns.note_active(account.name, several=several, light_s=room.light_ns / 1e9)
-        ahead = -1
         if several or turns.others_active(account.name) or account is not self.newest:
-            light = self.metrics.batch_ns >= LONG_BATCH_NS and (
-                room.light_ns > since_ns or turns.light_s * 1e9 > since_ns
-            )
-            ahead = self.max_rows - (max(1, self.max_rows // 8) if light else 0)
-        room.share(turns, ahead)
+            light = room.light_ns > since_ns or turns.light_s * 1e9 > since_ns
+            room.share(turns, light and self.metrics.batch_ns >= LONG_BATCH_NS)
+        else:
+            room.stop_sharing()
 
     def rejected(self, cause: str) -> None:
         """A request was turned away before it ran."""

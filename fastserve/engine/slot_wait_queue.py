@@ -5,7 +5,9 @@
 
 Lines are FIFO. Of several lines the one goes on whose key has had least for its weight: start-time fair queueing,
 by positions that all front processes share (share_board.py). While several keys send requests, `share` has few
-rows in slots ahead of the workers, since what is there runs in the order in which it came.
+rows in slots ahead of the workers, since what is there runs in the order in which it came: as many as fill a
+batch for when a worker is done. A request of a key that seldom comes would find that batch full, and wait for
+one more; so a part of it stays free for those whose line is new.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ SLOT_LOOK_S = 0.005
 
 PATIENCE_NS = 250_000_000
 
+NEW_LINE_NS = 100_000_000
+"""For how long a line counts as new: a key that sends more than it is given has one for longer."""
+
 
 OnSlot = Callable[["int | ServeError"], object]
 
@@ -51,12 +56,14 @@ class SlotWaiter:
 
 
 class KeyLine:
-    """The waiting requests of one key. `since` is the clock of its model when the first of them came."""
+    """The waiting requests of one key. `since` is the clock of its model when the first of them came, and
+    `began_ns` the time."""
 
-    __slots__ = ("key", "rows", "since", "waiters", "weight")
+    __slots__ = ("began_ns", "key", "rows", "since", "waiters", "weight")
 
     def __init__(self, key: str, since: float) -> None:
         self.key, self.since, self.weight = key, since, 1.0
+        self.began_ns = time.monotonic_ns()
         self.waiters: deque[SlotWaiter] = deque()
         self.rows = 0
 
@@ -107,14 +114,23 @@ class KeyLines:
         self._took(line, waiter)
         return True
 
-    def first(self) -> tuple[SlotWaiter, float]:
-        """Return the request that is next, of those that wait, and the position of its key."""
-        line, position = self._first()
-        return line.waiters[0], position
+    def first(self) -> tuple[KeyLine, float]:
+        """Return the line whose first request is next, of those that wait, and the position of its key."""
+        order = self._order
+        while True:
+            noted, _, line = order[0]
+            if self._lines.get(line.key) is not line:
+                heappop(order)
+                continue
+            position = self._position(line)
+            if position <= noted or len(order) == 1:
+                return line, position
+            self._pushed += 1
+            heapreplace(order, (position, self._pushed, line))
 
     def serve(self) -> SlotWaiter:
         """Remove the request that is next, and return it."""
-        line, position = self._first()
+        line, position = self.first()
         waiter = line.waiters.popleft()
         if self.turns is not None:
             self.turns.serve(line.key, position, waiter.rows / line.weight)
@@ -135,19 +151,6 @@ class KeyLines:
         self._lines.clear()
         self._order.clear()
         self.rows = 0
-
-    def _first(self) -> tuple[KeyLine, float]:
-        order = self._order
-        while True:
-            noted, _, line = order[0]
-            if self._lines.get(line.key) is not line:
-                heappop(order)
-                continue
-            position = self._position(line)
-            if position <= noted or len(order) == 1:
-                return line, position
-            self._pushed += 1
-            heapreplace(order, (position, self._pushed, line))
 
     def _position(self, line: KeyLine) -> float:
         return 0.0 if self.turns is None else max(line.since, self.turns.position(line.key))
@@ -178,6 +181,7 @@ class SlotWaitQueue:
         self._lines = KeyLines()
         self._patient: deque[SlotWaiter] = deque()
         self._quantum = max(1, ring.max_rows // 4)
+        self._kept = 0  # of the rows ahead, for new lines
         self._looking: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -200,11 +204,19 @@ class SlotWaitQueue:
         """The number of keys whose requests stand in lines."""
         return len(self._lines)
 
-    def share(self, turns: ModelTurns, ahead: int) -> None:
-        """Have at most `ahead` rows in slots beside a batch for every worker, -1: any number."""
-        if (self._ring.ahead < 0) != (ahead < 0):
-            self._ring.set_lined(ahead >= 0 and bool(self._lines))
-        self._lines.turns, self._ring.ahead = turns, ahead
+    def share(self, turns: ModelTurns, keep: bool) -> None:
+        """Have no more rows in slots than run and fill another batch for every worker. `keep` a part of that for
+        new lines."""
+        self._lines.turns = turns
+        self._kept = max(1, self._ring.max_rows // 8) if keep else 0
+        self._ring.ahead = self._ring.max_rows - self._kept
+        self._ring.set_lined(bool(self._lines))
+
+    def stop_sharing(self) -> None:
+        """Have as many rows in slots as fit: one key sends requests."""
+        if self._ring.ahead >= 0:
+            self._ring.ahead = -1
+            self._ring.set_lined(False)
 
     def fits(self, rows: int) -> bool:
         """Whether `rows` more rows may wait beside those that already do."""
@@ -297,8 +309,9 @@ class SlotWaitQueue:
 
     def _give(self) -> bool:
         """Give the next request a lease, unless there is none, or another front has one that goes before."""
-        waiter, position = self._lines.first()
-        if not self._ring.near(waiter.rows):
+        line, position = self._lines.first()
+        rows = line.waiters[0].rows
+        if not self._ring.near(rows, self._kept if line.began_ns > time.monotonic_ns() - NEW_LINE_NS else 0):
             return False
         turns = self._lines.turns
         if turns is not None:
@@ -306,7 +319,7 @@ class SlotWaitQueue:
             if front >= 0:
                 self._ring.nudge(front)
                 return False
-        lease = self._ring.reserve(waiter.rows, True)
+        lease = self._ring.reserve(rows, True)
         if lease < 0:
             return False
         self._lines.serve().given(lease)

@@ -158,7 +158,6 @@ class TextQueue(BatchQueue):
     ) -> None:
         super().__init__(arena, front, inputs, outputs, metrics)
         self.counts = metrics.of_text()
-        self.in_turns = False
         geometry = arena.geometry
         self.tokens = TokenReader(
             arena.memory, front=front, worker_doorbells=arena.worker_doorbells, window=geometry.window

@@ -84,7 +84,6 @@ class SealedQueue:
 
     def __init__(self, queue: BatchQueue) -> None:
         self.queue = queue
-        queue.in_turns = False
         self.max_rows = queue.max_rows
         self._io = ArenaIO(queue)
         self._filling: set[asyncio.Task[None]] = set()

@@ -38,6 +38,7 @@ class PlainScheduler(Scheduler):
 
     def __init__(self, queue: BatchQueue) -> None:
         self.queue = queue
+        queue.in_turns = True
 
     async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         return await run_on_queue(self.queue, version, request)
