@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil, sqrt
 from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
@@ -46,7 +47,7 @@ from fastserve.workers.arena import Arena
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
     from fastserve._ext.fast_path import Account
-    from fastserve.engine.share_board import ShareBoard
+    from fastserve.engine.share_board import ModelTurns, ShareBoard
 
 # A rate measured over this long decides Retry-After.
 RATE_WINDOW_NS = 1_000_000_000
@@ -197,6 +198,7 @@ LOOK_NS = 100_000_000
 
 # Of batches that take longer a part stays free for keys that seldom come (SlotWaitQueue.share).
 LONG_BATCH_NS = 5_000_000
+LEAST_LIGHT_RATE = 0.1
 
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 
@@ -228,6 +230,8 @@ class BatchQueue(TicketTable):
         self.turned_away = 0  # requests that found no room, or waited too long for it
         self.room = SlotWaitQueue(self.ring, arena.geometry.max_queued, self._wake_idle)
         self.in_turns = False  # whether keys have turns under overload; not where a scheduler decides before
+        self._light_rate = 0.0  # rows a second of keys that had none waiting
+        self._looked_ns = 0
         self._offload = Offload()
         self._doorbell = arena.front_doorbells[front]
         self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
@@ -342,14 +346,24 @@ class BatchQueue(TicketTable):
             return
         self.look_ns = now_ns + LOOK_NS
         turns, room = board.of(self.metrics.model), self.room
-        since_ns = now_ns - ACCOUNTS_MIXED_NS
-        several = self.mixed_ns > since_ns or room.keys > 1
-        turns.note_active(account.name, several=several, light_s=room.light_ns / 1e9)
+        passed_s, self._looked_ns = min((now_ns - self._looked_ns) / 1e9, 1.0), now_ns
+        self._light_rate += room.light_rows - self._light_rate * passed_s  # of about the last second
+        room.light_rows = 0
+        several = self.mixed_ns > now_ns - ACCOUNTS_MIXED_NS or room.keys > 1
+        turns.note_active(account.name, several=several, light_rate=self._light_rate)
         if several or turns.others_active(account.name) or account is not self.newest:
-            light = room.light_ns > since_ns or turns.light_s * 1e9 > since_ns
-            room.share(turns, light and self.metrics.batch_ns >= LONG_BATCH_NS)
+            room.share(turns, self._light_rows(turns))
         else:
             room.stop_sharing()
+
+    def _light_rows(self, turns: ModelTurns) -> int:
+        """Return how many rows of keys that seldom come to expect while a batch runs: the mean, and twice the
+        deviation of independent ones."""
+        rate, batch_ns = self._light_rate + turns.light_rate, self.metrics.batch_ns
+        if batch_ns < LONG_BATCH_NS or rate < LEAST_LIGHT_RATE:
+            return 0
+        mean = rate * batch_ns / 1e9
+        return ceil(mean + 2 * sqrt(mean))
 
     def rejected(self, cause: str) -> None:
         """A request was turned away before it ran."""

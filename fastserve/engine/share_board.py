@@ -24,10 +24,10 @@ from fastserve._ext.shared_metrics import KIND_GAUGE_SUM, Gauge, Section, file_b
 MOST_ROWS = 16384
 """Pairs of model and key that have waited, in one front's life; further ones have positions in that front alone."""
 ROW_BYTES = 256
-CLOCK, LOWEST, LOOKED, WHO, AT, LIGHT_AT = range(6)
+CLOCK, LOWEST, LOOKED, WHO, AT, LIGHT = range(6)
 NUMBERS = 6
-"""Of a model: a position, the least that waits, when that was told, who sends requests and when, and when somebody
-did who had none waiting."""
+"""Of a model: a position, the least that waits, when that was told, who sends requests and when, and rows a second of
+keys that had none waiting."""
 NOBODY = float("inf")
 SEVERAL = -1.0
 STALE_S = 0.1
@@ -154,13 +154,13 @@ class ModelTurns:
                 return front
         return -1
 
-    def note_active(self, key: str, *, several: bool, light_s: float) -> None:
-        """Tell the other fronts that this key, or several, send requests here, and when one did last that had
-        none waiting."""
+    def note_active(self, key: str, *, several: bool, light_rate: float) -> None:
+        """Tell the other fronts that this key, or several, send requests here, and how many rows a second are of
+        keys that had none waiting."""
         if self._others:
             self._own[WHO].set(SEVERAL if several else float(crc32(key.encode())))
             self._own[AT].set(monotonic())
-            self._own[LIGHT_AT].set(light_s)
+            self._own[LIGHT].set(light_rate)
 
     def others_active(self, key: str) -> bool:
         """Return whether other keys send requests at other fronts."""
@@ -168,9 +168,10 @@ class ModelTurns:
         return any(row[AT].value > since and row[WHO].value != own for _, row in self._elsewhere())
 
     @property
-    def light_s(self) -> float:
-        """When a key sent a request at another front that had none waiting; time.monotonic()."""
-        return max((row[LIGHT_AT].value for _, row in self._elsewhere()), default=0.0)
+    def light_rate(self) -> float:
+        """Rows a second, at other fronts, of keys that had none waiting."""
+        since = monotonic() - ACTIVE_S
+        return sum(row[LIGHT].value for _, row in self._elsewhere() if row[AT].value > since)
 
     def _elsewhere(self) -> Sequence[tuple[int, list[Gauge]]]:
         if len(self._rows) < len(self._others):

@@ -175,8 +175,8 @@ class SlotWaitQueue:
     def __init__(self, ring: BatchRing, max_queued: int, on_empty: Callable[[], object]) -> None:
         self.anyone = False
         self.piece_rows = min(max(max_queued // 4, 1), ring.max_rows) if max_queued else ring.max_rows
-        self.light_ns = 0
-        """When a request of a key came that had none waiting."""
+        self.light_rows = 0
+        """Rows of keys that had none waiting, since somebody looked."""
         self._ring, self._half, self._on_empty = ring, max_queued // 2, on_empty
         self._lines = KeyLines()
         self._patient: deque[SlotWaiter] = deque()
@@ -204,11 +204,11 @@ class SlotWaitQueue:
         """The number of keys whose requests stand in lines."""
         return len(self._lines)
 
-    def share(self, turns: ModelTurns, keep: bool) -> None:
-        """Have no more rows in slots than run and fill another batch for every worker. `keep` a part of that for
-        new lines."""
+    def share(self, turns: ModelTurns, keep: int) -> None:
+        """Have no more rows in slots than run and fill another batch for every worker. `keep` so many of that
+        batch for new lines, but not more than half of it."""
         self._lines.turns = turns
-        self._kept = max(1, self._ring.max_rows // 8) if keep else 0
+        self._kept = min(keep, -(-self._ring.max_rows // 2))
         self._ring.ahead = self._ring.max_rows - self._kept
         self._ring.set_lined(bool(self._lines))
 
@@ -285,7 +285,7 @@ class SlotWaitQueue:
 
     def _join(self, standing: SlotWaiter) -> None:
         if self._lines.join(standing):
-            self.light_ns = standing.since_ns
+            self.light_rows += standing.rows
             self._tell()
         self._ring.line = True
 
