@@ -21,7 +21,7 @@ cdef tuple NO_SLAB = (0, 0)
 cdef int64_t TICK_NS = 25_000_000
 DEADLINE_TICK_NS = TICK_NS
 # How long a queue takes several accounts for active after two of them have sent rows one after the other.
-cdef int64_t MIXED_NS = 1_000_000_000
+cdef int64_t MIXED_NS = 30_000_000_000
 ACCOUNTS_MIXED_NS = MIXED_NS
 
 

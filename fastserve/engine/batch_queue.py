@@ -198,7 +198,8 @@ LOOK_NS = 100_000_000
 
 # Of batches that take longer a part stays free for keys that seldom come (SlotWaitQueue.share).
 LONG_BATCH_NS = 5_000_000
-LEAST_LIGHT_RATE = 0.1
+LEAST_LIGHT_RATE = 0.05
+LIGHT_S = 10.0  # over which the rate is smoothed
 
 QUEUED_TOO_LONG = "the request's time was up while it waited in the queue"
 
@@ -347,12 +348,12 @@ class BatchQueue(TicketTable):
         self.look_ns = now_ns + LOOK_NS
         turns, room = board.of(self.metrics.model), self.room
         passed_s, self._looked_ns = min((now_ns - self._looked_ns) / 1e9, 1.0), now_ns
-        self._light_rate += room.light_rows - self._light_rate * passed_s  # of about the last second
+        self._light_rate += (room.light_rows - self._light_rate * passed_s) / LIGHT_S
         room.light_rows = 0
         several = self.mixed_ns > now_ns - ACCOUNTS_MIXED_NS or room.keys > 1
         turns.note_active(account.name, several=several, light_rate=self._light_rate)
         if several or turns.others_active(account.name) or account is not self.newest:
-            room.share(turns, self._light_rows(turns))
+            room.share(turns, self._light_rows(turns), int(2 * self.metrics.batch_ns))
         else:
             room.stop_sharing()
 

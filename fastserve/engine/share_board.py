@@ -31,7 +31,8 @@ keys that had none waiting."""
 NOBODY = float("inf")
 SEVERAL = -1.0
 STALE_S = 0.1
-ACTIVE_S = 1.0
+ACTIVE_S = 30.0
+"""For how long a key that has sent a request is expected to send another."""
 
 
 class ShareBoard:

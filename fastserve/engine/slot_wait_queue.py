@@ -34,7 +34,7 @@ SLOT_LOOK_S = 0.005
 PATIENCE_NS = 250_000_000
 
 NEW_LINE_NS = 100_000_000
-"""For how long a line counts as new: a key that sends more than it is given has one for longer."""
+"""For how long a line counts as new, at least: a key that sends more than it is given has one for longer."""
 
 
 OnSlot = Callable[["int | ServeError"], object]
@@ -182,6 +182,7 @@ class SlotWaitQueue:
         self._patient: deque[SlotWaiter] = deque()
         self._quantum = max(1, ring.max_rows // 4)
         self._kept = 0  # of the rows ahead, for new lines
+        self._new_ns = NEW_LINE_NS
         self._looking: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -204,10 +205,10 @@ class SlotWaitQueue:
         """The number of keys whose requests stand in lines."""
         return len(self._lines)
 
-    def share(self, turns: ModelTurns, keep: int) -> None:
+    def share(self, turns: ModelTurns, keep: int, new_ns: int) -> None:
         """Have no more rows in slots than run and fill another batch for every worker. `keep` so many of that
-        batch for new lines, but not more than half of it."""
-        self._lines.turns = turns
+        batch for lines that are new, for `new_ns` or NEW_LINE_NS, but not more than half of it."""
+        self._lines.turns, self._new_ns = turns, max(new_ns, NEW_LINE_NS)
         self._kept = min(keep, -(-self._ring.max_rows // 2))
         self._ring.ahead = self._ring.max_rows - self._kept
         self._ring.set_lined(bool(self._lines))
@@ -311,7 +312,7 @@ class SlotWaitQueue:
         """Give the next request a lease, unless there is none, or another front has one that goes before."""
         line, position = self._lines.first()
         rows = line.waiters[0].rows
-        if not self._ring.near(rows, self._kept if line.began_ns > time.monotonic_ns() - NEW_LINE_NS else 0):
+        if not self._ring.near(rows, self._kept if line.began_ns > time.monotonic_ns() - self._new_ns else 0):
             return False
         turns = self._lines.turns
         if turns is not None:

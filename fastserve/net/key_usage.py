@@ -242,7 +242,7 @@ def limit_headers(
     return (
         (b"x-ratelimit-resource", resource.encode()),
         (b"x-ratelimit-limit", b"%g" % limit),
-        (b"x-ratelimit-remaining", b"%g" % int(remaining)),
+        (b"x-ratelimit-remaining", b"%d" % int(remaining + 1e-6)),
         (b"x-ratelimit-reset", b"%.3f" % reset_s),
     )
 

@@ -88,6 +88,98 @@ def test_one_front_may_use_all_of_it() -> None:
     assert fronts.take(100) == 10
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_are_paid_for_afterwards(count: int) -> None:
+    """A request of any size is let in while there is no debt, and its rows are the debt of all fronts."""
+    fronts = Fronts(count, KeyLimits(rows=10))
+    assert fronts.take(5) == 5  # no rows yet
+    fronts.usages[0].charge_rows(10)  # a second's worth
+    assert fronts.take(1) == 1
+    fronts.usages[-1].charge_rows(35)
+    for usage in fronts.usages:
+        with pytest.raises(RateLimitError) as caught:
+            usage.take()
+        fault = caught.value
+        assert fault.retry_after_s == pytest.approx(3.5)
+        assert (fault.resource, fault.limit, fault.remaining) == ("rows", 10, 0)
+        assert fault.message == "this API key may send 10 rows a second"
+    fronts.clock.now += 3.49
+    assert fronts.take(count) == 0
+    fronts.clock.now += 0.02
+    assert fronts.take(count) == count
+    fronts.clock.now += 3600  # a second's worth is there, and no more
+    assert fronts.take(1) == 1
+    fronts.usages[0].charge_rows(11)
+    assert fronts.take(1) == 0
+
+
+def test_tokens_are_counted_and_paid_for_as_they_come() -> None:
+    counted: dict[str, int] = {}
+    usage = KeyUsage("k", KeyCounts(tokens=Counted(counted, "tokens")))
+    clock, shares = Clock(), shares_of(0, 1)
+    clock.now = 5_000.0
+    usage.clock = clock
+    usage.hold(KeyLimits(tokens=100), shares.find)
+    usage.take()
+    for _ in range(30):
+        usage.charge_tokens(10)
+    assert counted == {"tokens": 300}
+    with pytest.raises(RateLimitError, match="may use 100 tokens a second") as caught:
+        usage.take()
+    assert caught.value.retry_after_s == pytest.approx(2)
+    clock.now += 2.001
+    usage.take()
+    usage.hold(KeyLimits(), shares.find)
+    usage.charge_tokens(5)
+    assert counted == {"tokens": 305}
+
+
+def test_a_refusal_for_one_limit_spends_nothing_of_another() -> None:
+    fronts = Fronts(1, KeyLimits(requests=2, rows=10, concurrency=5))
+    (usage,) = fronts.usages
+    usage.take()
+    usage.charge_rows(11)
+    for _ in range(10):
+        with pytest.raises(RateLimitError, match="rows"):
+            usage.take()
+    assert fronts.shares[0].find("k").running.value == 1
+    fronts.clock.now += 0.11
+    usage.take()  # the second request of this second
+
+
+def test_what_is_left_is_told_of_the_limit_that_is_nearest() -> None:
+    fronts = Fronts(1, KeyLimits(requests=10, rows=1000))
+    (usage,) = fronts.usages
+    usage.take()
+    assert dict(usage.describe_room()) == {
+        b"x-ratelimit-resource": b"requests",
+        b"x-ratelimit-limit": b"10",
+        b"x-ratelimit-remaining": b"9",
+        b"x-ratelimit-reset": b"0.100",
+    }
+    usage.charge_rows(600)
+    told = dict(usage.describe_room())
+    assert (told[b"x-ratelimit-resource"], told[b"x-ratelimit-remaining"]) == (b"rows", b"400")
+    usage.charge_rows(600)
+    assert dict(usage.describe_room())[b"x-ratelimit-remaining"] == b"0"
+    usage.hold(KeyLimits(concurrency=1), fronts.shares[0].find)
+    assert usage.describe_room() == ()
+
+
+def test_rows_and_compute_are_moved_on_to_their_counts_whole() -> None:
+    counted: dict[str, int] = {}
+    counts = KeyCounts(rows=Counted(counted, "rows"), compute_ns=Counted(counted, "ns"))
+    usage = KeyUsage("k", counts)
+    usage.flush()
+    assert counted == {}
+    usage.rows, usage.compute_ns = 7, 10.75
+    usage.flush()
+    usage.compute_ns += 0.5
+    usage.flush()
+    assert counted == {"rows": 7, "ns": 11}
+    assert (usage.rows, usage.compute_ns) == (0, 0.25)
+
+
 def test_less_than_one_request_a_second() -> None:
     fronts = Fronts(2, KeyLimits(requests=0.1))
     assert fronts.take(10) == 1

@@ -24,6 +24,8 @@ import grpc.aio
 import httpx
 import pytest
 
+from fastserve.engine import BatchQueue, fast_queue_of
+from fastserve.metrics import names
 from fastserve.net.access_control import Scope
 from fastserve.protos import load
 from fastserve.server import Server, audit_log
@@ -32,7 +34,7 @@ from tests.running import Running, until
 from tests.server.listeners.test_key_matrix import RPCS, Keys, routes, serving
 from tests.server.listeners.test_keys import BODY, PREDICT
 from tests.server.listeners.test_keys import serving as running
-from tests.server.rig import HOLD, run, write_model
+from tests.server.rig import HOLD, run, seen, write_model
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 
@@ -92,9 +94,10 @@ def test_every_api_says_429(tmp_path: Path, http2: bool) -> None:
                     verb, f"http://{host}{target}", json={} if verb == "POST" else None
                 )
                 count += 1
-                told = {name: reply.headers.get(f"x-ratelimit-{name}") for name in ("limit", "remaining")}
+                given = ("resource", "limit", "remaining")
+                told = {name: reply.headers.get(f"x-ratelimit-{name}") for name in given}
                 again = int(reply.headers.get("retry-after", "0"))
-                fine = reply.status_code == 429 and told == {"limit": "0.000277778", "remaining": "0"}
+                fine = reply.status_code == 429 and told == dict(zip(given, ("requests", "0.000277778", "0"), strict=True))
                 if not fine or not 3500 < again <= 3600 or "x-ratelimit-reset" not in reply.headers:
                     wrong.append(f"{verb} {target} ({scope}): {reply.status_code} {told} {again}")
         assert not wrong, "\n".join(wrong)
@@ -158,6 +161,220 @@ def test_limits_change_without_a_restart(tmp_path: Path) -> None:
             assert await statuses(50) == [200] * 50
 
     run(work())
+
+
+# ---- rows, and usage
+
+
+def of_rows(count: int, first: float = 0.0) -> bytes:
+    data = {"name": "x", "datatype": "FP32", "shape": [count, 2], "data": [first, 1.0] * count}
+    return json.dumps({"inputs": [data]}).encode()
+
+
+GRPC_INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+def message_of(rows: int) -> bytes:
+    contents = {"fp32_contents": [0.0] * 2 * rows}
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [rows, 2], "contents": contents}]
+    return load("kserve_v2").ModelInferRequest(model_name="twice", inputs=inputs).SerializeToString()
+
+
+@pytest.mark.parametrize("path", ["fast", "general", "split", "tfserving", "grpc"])
+def test_rows_are_limited_and_counted_on_every_path(tmp_path: Path, path: str) -> None:
+    """A second's worth and one row more are let in one after the other; then the key has to wait."""
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+    rows = {"split": 10}.get(path, 2)
+    limited = add(keys.path, "k", rows_per_second=(2 * rows + 1) / 3600)  # one request, and two, are debts
+    free = add(keys.path, "free")
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, keys, load_models=("*",)) as server,
+            httpx.AsyncClient(timeout=60) as client,
+        ):
+            root = "http://{}:{}".format(*server.front.http[0].address)
+            place = "{}:{}".format(*server.front.grpc[1].address)
+
+            async def ask(headers: dict[str, str]) -> tuple[int, dict[str, str]]:
+                if path == "grpc":
+                    async with grpc.aio.insecure_channel(place) as channel:
+                        call = channel.unary_unary(GRPC_INFER)
+                        try:
+                            await call(message_of(rows), metadata=tuple(headers.items()), timeout=60)
+                        except grpc.aio.AioRpcError as fault:
+                            assert fault.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                            return 429, {"x-ratelimit-resource": (fault.details() or "").split()[-3]}
+                    return 200, {}
+                if path == "tfserving":
+                    body = json.dumps({"instances": [[0.0, 1.0]] * rows}).encode()
+                    reply = await client.post(f"{root}/v1/models/twice:predict", content=body, headers=headers)
+                else:
+                    more = {"x-request-id": "r1"} if path == "general" else {}
+                    reply = await client.post(root + INFER, content=of_rows(rows), headers=headers | more)
+                return reply.status_code, dict(reply.headers)
+
+            for _ in range(4):  # the general path teaches the fast one
+                assert (await ask(free))[0] == 200
+            assert (await ask(limited))[0] == 200
+            status, told = await ask(limited)
+            assert (status, told.get("x-ratelimit-resource")) == (429, "rows")
+            server.front.look_twice_a_second()
+            found = server.registry.read(names.KEY_ROWS, names.KEY_COMPUTE)
+            counted, compute = ({key: value for (key,), (value,) in one.items()} for one in found)
+            assert (counted["k"], counted["free"]) == (rows, 4 * rows)
+            assert 0 < compute["k"] < 60
+            assert compute["free"] > 0
+
+    run(work())
+
+
+def test_replies_of_the_general_path_tell_what_is_left(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+    limited, free = add(keys.path, "k", requests_per_second=100), add(keys.path, "free")
+
+    async def work() -> None:
+        async with serving(tmp_path, keys) as server, httpx.AsyncClient(timeout=60) as client:
+            root = "http://{}:{}".format(*server.front.http[0].address)
+            told = (await client.get(f"{root}/v2", headers=limited)).headers
+            assert (told["x-ratelimit-resource"], told["x-ratelimit-limit"]) == ("requests", "100")
+            assert 98 <= int(told["x-ratelimit-remaining"]) <= 99
+            assert 0 < float(told["x-ratelimit-reset"]) <= 0.011
+            told = (await client.get(f"{root}/v2", headers=free)).headers
+            assert not [name for name in told if name.startswith("x-ratelimit")]
+
+    run(work())
+
+
+# ---- shares of a model that is overloaded
+
+
+def order(folder: Path) -> list[float]:
+    """The first number of each row that waited, in the order in which the worker ran them."""
+    return [value for batch in seen(folder) for value in batch if value >= 10]
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 4.0)])
+def test_waiting_requests_of_keys_are_served_by_weight(tmp_path: Path, weights: tuple[float, float]) -> None:
+    """A worker holds its first batch until both keys have sent everything; then it runs what waits."""
+    write_model(tmp_path, max_queue_rows=1000)
+    keys = Keys(tmp_path)
+    a, b = (add(keys.path, name, weight=weight) for name, weight in zip("ab", weights, strict=True))
+    each = 60
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, keys, load_models=("*",)) as server,
+            httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client,
+        ):
+            url = "http://{}:{}".format(*server.front.http[0].address) + INFER
+            for headers in (a, b):  # both are known to send requests
+                await client.post(url, content=of_rows(1), headers=headers)
+            first = asyncio.ensure_future(client.post(url, content=held_body(), headers=a))
+            await turns(lambda: (tmp_path / "seen").exists())
+            sent = [first]
+            for number in range(each):
+                for headers, at in ((a, 100), (b, 200)):
+                    posted = client.post(url, content=of_rows(1, at + number), headers=headers)
+                    sent.append(asyncio.ensure_future(posted))
+            (queue,) = [queue_of(server)]
+            await turns(lambda: queue.room.rows + queue.ring.queued() == 2 * each)
+            ahead = queue.ring.queued()
+            assert ahead <= queue.max_rows
+            (tmp_path / "go").touch()
+            assert {reply.status_code for reply in await asyncio.gather(*sent)} == {200}
+
+            ran = order(tmp_path)
+            assert sorted(ran) == sorted(at + n for at in (100.0, 200.0) for n in range(each))
+            share = weights[0] / sum(weights)
+            for count in range(8, int(each / max(share, 1 - share))):  # until one of them has no more
+                mine = sum(value < 200 for value in ran[ahead : ahead + count])
+                assert abs(mine - count * share) <= 2, (count, ran)
+            for at in (100, 200):  # in order, of each key
+                own = [value for value in ran[ahead:] if at <= value < at + 100]
+                assert own == sorted(own)
+
+    run(work())
+
+
+@pytest.mark.parametrize("clients", [4, 64])
+def test_one_keys_flood_is_not_before_another_keys_request(tmp_path: Path, clients: int) -> None:
+    """The flood waits before the other key sends anything; its requests run within the next two batches."""
+    write_model(tmp_path, max_queue_rows=1000)
+    keys = Keys(tmp_path)
+    flood, other = add(keys.path, "flood"), add(keys.path, "other")
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, keys, load_models=("*",)) as server,
+            httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client,
+        ):
+            url = "http://{}:{}".format(*server.front.http[0].address) + INFER
+            queue = queue_of(server)
+            for headers in (flood, other):
+                await client.post(url, content=of_rows(1), headers=headers)
+            first = asyncio.ensure_future(client.post(url, content=held_body(), headers=flood))
+            await turns(lambda: (tmp_path / "seen").exists())
+            sent = [first]
+            for number in range(clients):
+                posted = client.post(url, content=of_rows(1, 100 + number), headers=flood)
+                sent.append(asyncio.ensure_future(posted))
+            await turns(lambda: queue.room.rows + queue.ring.queued() == clients)
+            for number in range(2):
+                posted = client.post(url, content=of_rows(1, 10 + number), headers=other)
+                sent.append(asyncio.ensure_future(posted))
+            await turns(lambda: queue.room.rows + queue.ring.queued() == clients + 2)
+            (tmp_path / "go").touch()
+            assert {reply.status_code for reply in await asyncio.gather(*sent)} == {200}
+            ran = order(tmp_path)
+            assert max(ran.index(10.0), ran.index(11.0)) < 2 * queue.max_rows, ran
+
+    run(work())
+
+
+def test_a_full_queue_turns_away_the_flood(tmp_path: Path) -> None:
+    write_model(tmp_path, max_queue_rows=24)
+    keys = Keys(tmp_path)
+    flood, other = add(keys.path, "flood"), add(keys.path, "other")
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, keys, load_models=("*",)) as server,
+            httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client,
+        ):
+            url = "http://{}:{}".format(*server.front.http[0].address) + INFER
+            queue = queue_of(server)
+            for headers in (flood, other):
+                await client.post(url, content=of_rows(1), headers=headers)
+            first = asyncio.ensure_future(client.post(url, content=held_body(), headers=flood))
+            await turns(lambda: (tmp_path / "seen").exists())
+            floods = [
+                asyncio.ensure_future(client.post(url, content=of_rows(1, 100 + n), headers=flood))
+                for n in range(40)
+            ]
+            await turns(lambda: sum(one.done() for one in floods) == 16)
+            mine = [
+                asyncio.ensure_future(client.post(url, content=of_rows(1, 10 + n), headers=other))
+                for n in range(4)
+            ]
+            await turns(lambda: sum(one.done() for one in floods) == 20)
+            assert not any(one.done() for one in mine)
+            (tmp_path / "go").touch()
+            assert {reply.status_code for reply in await asyncio.gather(first, *mine)} == {200}
+            got = Counter(reply.status_code for reply in await asyncio.gather(*floods))
+            assert got == {200: 20, 503: 20}
+
+    run(work())
+
+
+def queue_of(server: Server) -> BatchQueue:
+    version = server.front.engine.catalog.available("twice")
+    assert version is not None
+    queue = fast_queue_of(version)
+    assert queue is not None
+    return queue
 
 
 # ---- clients that vanish
