@@ -78,7 +78,7 @@ class Bench:
 
     @property
     def queued(self) -> int:
-        return len(self.room._line)
+        return len(list(self.room._lines))
 
 
 @contextlib.asynccontextmanager

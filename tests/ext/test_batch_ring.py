@@ -72,6 +72,73 @@ def test_a_full_batch_is_sealed_and_the_next_slot_opens():
     assert states(front) == ["sealed", "sealed"]
 
 
+def test_few_rows_lie_ahead_of_the_worker():
+    """`ahead` rows beside a full batch for every worker; a batch that runs counts as one, whatever it has."""
+    front, worker = rings(slots=8)
+    front.ahead = 3
+
+    def fill() -> int:
+        taken = 0
+        while (lease := front.reserve(1)) >= 0:
+            front.commit(lease, 1)
+            taken += 1
+        return taken
+
+    assert fill() == 4 + 3
+    assert (front.near(1), front.near(1, 1), front.near(1, 2)) == (False, True, True)
+    slot = worker.take()
+    assert (worker.batch_rows(slot), fill()) == (4, 0), "the batch that runs is the worker's, three wait"
+    second = front.reserve(1, True)
+    assert second >= 0, "who has waited asks `near` first"
+    front.abandon(second, 1)
+    worker.publish(slot)
+    assert fill() == 4, "before it has taken the next"
+    front.ahead = -1
+    assert fill() > 4
+
+
+def test_a_large_request_is_let_in_when_nothing_waits():
+    front, worker = rings(slots=4)
+    front.ahead = 1
+    assert front.reserve(4) >= 0
+    assert front.reserve(4) == FULL
+    front, worker = rings(slots=4)
+    front.ahead = 0
+    lease = front.reserve(3)
+    front.commit(lease, 3)
+    assert worker.take() >= 0
+    assert (front.near(1), front.near(4)) == (False, False), "none ahead of a worker that is busy"
+
+
+def test_who_comes_waits_behind_the_lines_of_any_front():
+    memory = make_arena(fronts=3, slots=8)
+    first, second, _ = fronts = [BatchRing(memory, front=number) for number in range(3)]
+    for front in fronts:
+        front.ahead = 4
+    second.set_lined(True)
+    assert first.reserve(1) == FULL
+    assert first.reserve(1, True) >= 0
+    first.ahead = -1
+    assert first.reserve(1) >= 0, "one key alone waits for nobody"
+    first.ahead = 4
+    BatchRing(memory, front=0).reclaim_front(1)
+    assert first.reserve(1) >= 0
+
+
+def test_the_compute_of_a_row():
+    front, worker = rings()
+    lease = front.reserve(3)
+    front.commit(lease, 3)
+    slot = worker.take()
+    worker.start_run(slot)
+    time.sleep(0.003)
+    worker.end_run(slot)
+    worker.publish(slot)
+    _, _, run, ran, _ = front.times_ns(slot)
+    assert front.row_ns(slot) == pytest.approx((ran - run) / 3)
+    assert front.row_ns(slot) >= 1e6
+
+
 def test_abandoned_rows_go_back_or_run_as_zeros():
     front, worker = rings()
     first, second, third = front.reserve(1), front.reserve(1), front.reserve(1)

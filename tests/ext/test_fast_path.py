@@ -37,6 +37,7 @@ class Story:
         self._raises, self._shape = raises, shape
         ring = SimpleNamespace(
             **{name: self.step(name) for name in ("seq", "commit", "release")},
+            row_ns=self.step("row_ns", 4.5),
             answered=self.step("answered", shape["end"]),
         )
         story = self
@@ -47,6 +48,13 @@ class Story:
             own_fault = story.method("own_fault", RefusedError("own") if shape["end"] == 2 else None)
             undelivered, cancel = story.method("undelivered"), story.method("cancel")
 
+            def look_around(self, account: Any, now_ns: int) -> None:
+                story.step("look_around", times=True)(account, now_ns)
+                self.look_ns = now_ns + 1_000_000_000_000
+
+        class Client(of.Account):  # type: ignore[misc]
+            charge_rows = story.method("charge_rows")
+
         class Path(of.Lifecycle):  # type: ignore[misc]
             respond, reply = story.method("respond"), story.method("reply")
             refuse, failed = story.method("refuse"), story.method("failed")
@@ -56,7 +64,12 @@ class Story:
         meters = tuple(self.step(name, times=True) for name in ("counted", "duration", "decoded", "encoded"))
         answered = self.step("after", times=True) if shape["after"] else None
         self.path = Path(self.queue, RefusedError, meters, answered, shape["replies"])
-        self.exchange = SimpleNamespace(received_ns=monotonic_ns(), on_gone="nobody")
+        self.accounts = Client(), Client()
+        self.accounts[1].charged = True
+        self.path.accounted = shape["accounted"] is not None
+        usage = None if shape["accounted"] is None else (None, *self.accounts)[shape["accounted"]]
+        head = SimpleNamespace(usage=usage)
+        self.exchange = SimpleNamespace(received_ns=monotonic_ns(), on_gone="nobody", head=head)
 
     def step(self, name: str, gives: Any = None, *, times: bool = False) -> Callable[..., Any]:
         """A function that notes its call, but not the times it is given, and raises what it is to raise."""
@@ -111,6 +124,7 @@ class Story:
         queue = self.queue
         left = queue.waiting, queue.unreleased, list(map(len, queue.by_slot))
         self.told.append(("left", left, plain(self.exchange.on_gone)))
+        self.told += [("used", one.rows, one.compute_ns) for one in self.accounts]
         return self.told
 
 
@@ -129,6 +143,7 @@ shapes = st.fixed_dictionaries(
         **flags,
         **mostly,
         "end": st.sampled_from([1, 1, 0, 2]),
+        "accounted": st.sampled_from([None, None, 0, 1, 2]),
         "deadline": st.sampled_from([0, 7]),
     }
 )
@@ -141,7 +156,7 @@ def test_step_by_step_as_the_oracle(shape: dict[str, Any], raises: dict[str, str
 
 
 ORDINARY: dict[str, Any] = {**dict.fromkeys(flags, False), **dict.fromkeys(mostly, True)}
-ORDINARY |= {"end": 1, "deadline": 0}
+ORDINARY |= {"end": 1, "deadline": 0, "accounted": None}
 
 
 @pytest.mark.parametrize("fault", ["refused", "broken", "memory"])
@@ -157,5 +172,33 @@ def test_a_whole_story() -> None:
     assert [one[0] if isinstance(one, tuple) else one for one in told] == [
         "reserve", "fill", "decoded", "seq", "commit", "wake_soon", "taken",
         "failure", "answered", "read", "write", "encoded", "counted", "duration", "release", "left",
+        "used", "used",
     ]  # fmt: skip
-    assert told[-1] == ("left", (0, 0, [0, 0]), None)
+    assert told[-3:] == [("left", (0, 0, [0, 0]), None), ("used", 0, 0.0), ("used", 0, 0.0)]
+
+
+def test_the_account_of_a_request() -> None:
+    story = Story(fast_path, ORDINARY | {"known": True, "accounted": 2}, {})
+    told = story.run()
+    assert told[-2:] == [("used", 0, 0.0), ("used", 3, 13.5)]
+    assert ("charge_rows", 3) in told
+    assert story.queue.newest is story.accounts[1]
+
+
+def test_accounts_that_take_turns_are_looked_at_once_in_a_while() -> None:
+    """At the first request, at the first of another account, and when `look_ns` says so."""
+    story = Story(fast_path, ORDINARY, {})
+    queue, (one, other) = story.queue, story.accounts
+
+    def submit(account: Any) -> bool:
+        story.told.clear()
+        queue.submit(65543, 1, print, 0, None, account)
+        return "look_around" in story.told
+
+    assert [submit(one), submit(one)] == [True, False]
+    assert queue.mixed_ns == 0
+    assert [submit(other), submit(one), submit(other)] == [True, False, False]
+    assert queue.mixed_ns > 0
+    queue.look_ns = monotonic_ns()
+    assert [submit(other), submit(other)] == [True, False]
+    assert (one.rows, other.rows) == (3, 4)

@@ -8,11 +8,19 @@ from typing import Any
 DEADLINE_TICK_NS = 25_000_000
 
 
+class Account:
+    rows = 0
+    compute_ns = 0.0
+    charged = False
+
+
 class Ticket:
-    def __init__(self, queue: Any, lease: int, rows: int, done: Any, deadline_ns: int, context: Any) -> None:
+    def __init__(
+        self, queue: Any, lease: int, rows: int, done: Any, deadline_ns: int, context: Any, account: Any
+    ) -> None:
         self.queue, self.lease, self.rows, self.done = queue, lease, rows, done
         self.deadline_ns, self.context = deadline_ns, context
-        self.submitted_ns = 0
+        self.submitted_ns, self.account = 0, account
 
     def __call__(self) -> None:
         self.queue.cancel(self)
@@ -24,7 +32,8 @@ class TicketTable:
         self.by_slot: list[list[Ticket]] = [[] for _ in range(slots)]
         self.seqs, self.idle = [0] * slots, []
         self.submitted = self.waiting = self.unreleased = 0
-        self.alarm_ns = self.due_ns = 0
+        self.alarm_ns = self.due_ns = self.mixed_ns = self.look_ns = 0
+        self.newest: Any = None
 
     def submit(
         self,
@@ -33,14 +42,17 @@ class TicketTable:
         done: Any,
         deadline_ns: int = 0,
         context: Any = None,
+        account: Any = None,
     ) -> Ticket:
-        ticket = Ticket(self, lease, rows, done, deadline_ns, context)
+        ticket = Ticket(self, lease, rows, done, deadline_ns, context, account)
         if not self.by_slot[lease >> 16]:
             self.seqs[lease >> 16] = self.ring.seq(lease >> 16)
         self.ring.commit(lease, rows)
         self.by_slot[lease >> 16].append(ticket)
         self.waiting += 1
         self.submitted += 1
+        if account is not None:
+            self._note(account, rows)
         if self.wake_handle is None:
             self.wake_soon()
         if deadline_ns:
@@ -48,6 +60,19 @@ class TicketTable:
             if not self.alarm_ns or deadline_ns + DEADLINE_TICK_NS < self.alarm_ns:
                 self.watch()
         return ticket
+
+    def _note(self, account: Any, rows: int) -> None:
+        now_ns = monotonic_ns()
+        account.rows += rows
+        if account.charged:
+            account.charge_rows(rows)
+        if self.newest not in (None, account):
+            if now_ns - self.mixed_ns > 30_000_000_000:
+                self.look_ns = 0
+            self.mixed_ns = now_ns
+        self.newest = account
+        if now_ns >= self.look_ns:
+            self.look_around(account, now_ns)
 
     def release(self, ticket: Ticket) -> None:
         self.ring.release(ticket.lease, ticket.rows)
@@ -59,7 +84,11 @@ class TicketTable:
         callers, self.by_slot[slot] = self.by_slot[slot], []
         error = self.failure(slot)
         self.unreleased += len(callers)
+        row_ns = None
         for ticket in callers:
+            if ticket.account is not None:
+                row_ns = self.ring.row_ns(slot) if row_ns is None else row_ns
+                ticket.account.compute_ns += row_ns * ticket.rows
             done, ticket.done = ticket.done, None
             fault = error
             if fault is None and (end := self.ring.answered(ticket.lease, ticket.rows)) != 1:
@@ -90,7 +119,7 @@ class Lifecycle:
     ) -> None:
         self.queue, self.refusals, self.replies = queue, refusals, replies
         self.counted, self.duration, self.decoded, self.encoded = metrics
-        self.answered = answered
+        self.answered, self.accounted = answered, False
 
     def start(
         self, exchange: Any, prepared: Any, source: Any, request_id: Any = None, deadline_ns: int = 0
@@ -141,7 +170,8 @@ class Lifecycle:
             if reserved[2][0]:
                 layout.settle(reserved)
             context = exchange, prepared, request_id, held
-            ticket = self.queue.submit(reserved[0], rows, self, deadline_ns, context)
+            account = exchange.head.usage if self.accounted else None
+            ticket = self.queue.submit(reserved[0], rows, self, deadline_ns, context, account)
         except BaseException:
             layout.abandon(reserved, rows)
             if held is not None:

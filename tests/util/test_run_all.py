@@ -233,7 +233,7 @@ def test_runs_and_slots_of_a_text_queue_are_heard_behind_those_that_cannot_be() 
 
     queue = cast(Any, TextQueue.__new__(TextQueue))
     queue.tokens = SimpleNamespace(read=lambda messages: [(Run(thing), messages) for thing in runs])
-    queue.hear_one = hear_one
+    queue.hear_one, queue.accounted = hear_one, set()
     queue._hear([(RECORDS, (4096, 10)), (3, 1), (4, 2)])
     assert (told, slots) == ([0, 2], [3, 4])
 

@@ -16,6 +16,7 @@ from fastserve.engine.relay.messages import (
     unpack_request,
 )
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, worker_lost
+from fastserve.net.key_usage import KeyUsage
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import DTYPES, Tensor
 
@@ -64,19 +65,21 @@ def test_a_request_comes_as_it_was_sent(
         numbers[2],
     )
     sent.times = [] if flags[2] else None
-    key, came = unpack_request(laid(pack_request(7, sent)))
+    accounts = {"team": KeyUsage("team")}
+    sent.account = accounts["team"] if request_id else None
+    key, came = unpack_request(laid(pack_request(7, sent)), accounts.get)
     assert key == 7
     assert plain(came.inputs) == plain(inputs)
     for name in ("outputs", "request_id", "priority", "deadline_ns", "parameters", "sequence_id"):
         assert getattr(came, name) == getattr(sent, name)
-    for name in ("sequence_start", "sequence_end", "timeout_us", "times"):
+    for name in ("sequence_start", "sequence_end", "timeout_us", "times", "account"):
         assert getattr(came, name) == getattr(sent, name)
 
 
 def test_tensors_lie_aligned_and_are_not_copied() -> None:
     inputs = {name: Tensor(DTYPES["uint8"], (5,), b"abcde") for name in "xyz"}
     memory = laid(pack_request(1, InferRequest(inputs)))
-    _, came = unpack_request(memory)
+    _, came = unpack_request(memory, {}.get)
     whole = bytes(memory)
     assert [whole.index(b"abcde", at * ALIGN) % ALIGN for at in (1, 2, 3)] == [0, 0, 0]
     memory[whole.index(b"abcde")] = ord("X")
