@@ -65,6 +65,8 @@ class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
     text: str = ""
     priority: int = 5
     """1 (first) to 5."""
+    turn: float = 0.0
+    """Place among the waiting requests of its priority, lower first, then by arrival: of API keys' shares."""
     deadline_ns: int = 0
     """On the clock of time.monotonic_ns(), from the request's arrival; 0 for none."""
     request_id: str = ""

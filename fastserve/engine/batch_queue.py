@@ -287,16 +287,17 @@ class BatchQueue(TicketTable):
     async def reserve(
         self, rows: int, deadline_ns: int = 0, account: Account | None = None, *, patient: bool = False
     ) -> int:
-        """Reserve a lease for rows, as soon as a slot is free and it is the turn of its account. Raises ServeError UNAVAILABLE, with the time
-        to wait, when the queue is full, and DeadlineError. A `patient` request is not refused: it waits until
-        the others have leases and half of the queue stays free; after PATIENCE_NS it waits as one of them."""
+        """Reserve a lease for rows, as soon as a slot is free and it is the turn of its account. Raises
+        ServeError UNAVAILABLE, with the time to wait, when the queue is full, and DeadlineError. A `patient`
+        request is not refused: it waits until the others have leases and half of the queue stays free; after
+        PATIENCE_NS it waits as one of them."""
         waits = patient and (self.room.anyone or not self.room.spares(rows))
         lease = FULL if waits else self.ring.reserve(rows)
         if lease >= 0:
             return lease
-        if not patient and (lease == OVER or not self.room.fits(rows)):
-            if account is None or not self.room.make_room(rows, account, self._reject):
-                raise self._reject()
+        over = not patient and (lease == OVER or not self.room.fits(rows))
+        if over and (account is None or not self.room.make_room(rows, account, self._reject)):
+            raise self._reject()
         return await self._stand(rows, deadline_ns, account, patient=patient)
 
     def _reject(self) -> ServeError:
@@ -312,9 +313,7 @@ class BatchQueue(TicketTable):
             reason=Reason.QUEUE_FULL,
         )
 
-    async def _stand(
-        self, rows: int, deadline_ns: int, account: Account | None, *, patient: bool
-    ) -> int:
+    async def _stand(self, rows: int, deadline_ns: int, account: Account | None, *, patient: bool) -> int:
         loop = asyncio.get_running_loop()
         came: asyncio.Future[int | ServeError] = loop.create_future()
         if account is not None and account.board is not None:

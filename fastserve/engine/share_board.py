@@ -8,8 +8,8 @@
 
 Requests of keys are served by start-time fair queueing: of all that wait, a request of the key with the least
 position is next. A key that has not waited begins where the others are, at `clock`, so that nobody saves up
-turns. A position is the highest that any front has written; a front writes its own section alone, and adds its
-own rows there. A front that gives no sign of life for STALE_S is not waited for.
+turns. A position is the highest that any front has written; a front writes its own section alone, and adds
+its own rows there. A front that gives no sign of life for STALE_S is not waited for.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zlib import crc32
 from fastserve._ext.shared_metrics import KIND_GAUGE_SUM, Gauge, Section, file_bytes, lay_out
 
 MOST_ROWS = 16384
-"""Pairs of model and key that have waited, in one front's life; further ones have positions in that front alone."""
+"""Pairs of model and key that have waited at one front; further ones have positions in that front alone."""
 ROW_BYTES = 256
 CLOCK, LOWEST, LOOKED, WHO, AT, LIGHT = range(6)
 NUMBERS = 6
-"""Of a model: a position, the least that waits, when that was told, who sends requests and when, and rows a second of
-keys that had none waiting."""
+"""Of a model: a position, the least that waits, when that was told, who sends requests and when, and rows a
+second of keys that had none waiting."""
 NOBODY = float("inf")
 SEVERAL = -1.0
 STALE_S = 0.1
@@ -50,7 +50,7 @@ class ShareBoard:
         self._models: dict[str, ModelTurns] = {}
 
     def open(self, sections: Sequence[Section]) -> None:
-        """Take over the sections of all fronts. Rows of a front of this number that has died are its own now."""
+        """Take over the sections of all fronts, and the rows of a front of this number that has died."""
         self._take(sections, self.number)
 
     def _take(self, sections: Sequence[Section], writes: int) -> None:
@@ -92,8 +92,8 @@ class ShareBoard:
         self._seen[front] = max(self._seen[front], len(section))
 
     def add(self, text: bytes, numbers: int) -> Sequence[Gauge]:
-        """Return the numbers of a row of this front, which it may have added before; some that nobody else sees
-        where there is no room."""
+        """Return the numbers of a row of this front, which it may have added before; some that nobody else
+        sees where there is no room."""
         section, slot = self.sections[self.writes], self.find(self.writes, text)
         if slot < 0:
             slot = section.append(KIND_GAUGE_SUM, text, numbers)
@@ -136,8 +136,23 @@ class ModelTurns:
     def serve(self, key: str, start: float, cost: float) -> None:
         """Write down that a key which had come to `start` was given a request of this cost."""
         self._own_key(key).set(start + cost)
-        if start > self._own[CLOCK].value:
-            self._own[CLOCK].set(start)
+        self.reach(start)
+
+    def claim(self, key: str, cost: float) -> float:
+        """Give a key the next place for a request of this cost that others put in order, and return it."""
+        start = max(self.clock, self.position(key))
+        self._own_key(key).set(start + cost)
+        return start
+
+    def give_back(self, key: str, cost: float) -> None:
+        """Take back what a request cost that never ran."""
+        own = self._own_key(key)
+        own.set(own.value - cost)
+
+    def reach(self, place: float) -> None:
+        """Have the clock show the place of a request that runs now."""
+        if place > self._own[CLOCK].value:
+            self._own[CLOCK].set(place)
 
     # ---- fronts
 
@@ -156,8 +171,8 @@ class ModelTurns:
         return -1
 
     def note_active(self, key: str, *, several: bool, light_rate: float) -> None:
-        """Tell the other fronts that this key, or several, send requests here, and how many rows a second are of
-        keys that had none waiting."""
+        """Tell the other fronts that this key, or several, send requests here, and how many rows a second are
+        of keys that had none waiting."""
         if self._others:
             self._own[WHO].set(SEVERAL if several else float(crc32(key.encode())))
             self._own[AT].set(monotonic())

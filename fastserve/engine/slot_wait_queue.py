@@ -3,11 +3,11 @@
     room.stand(rows, given, account)       `given` receives a lease, or a ServeError
     room.leave(waiter)
 
-Lines are FIFO. Of several lines the one goes on whose key has had least for its weight: start-time fair queueing,
-by positions that all front processes share (share_board.py). While several keys send requests, `share` has few
-rows in slots ahead of the workers, since what is there runs in the order in which it came: as many as fill a
-batch for when a worker is done. A request of a key that seldom comes would find that batch full, and wait for
-one more; so a part of it stays free for those whose line is new.
+Lines are FIFO. Of several lines the one goes on whose key has had least for its weight: start-time fair
+queueing, by positions that all front processes share (share_board.py). While several keys send requests,
+`share` has few rows in slots ahead of the workers, since what is there runs in the order in which it came: as
+many as fill a batch for when a worker is done. A request of a key that seldom comes would find that batch
+full, and wait for one more; so a part of it stays free for those whose line is new.
 """
 
 from __future__ import annotations

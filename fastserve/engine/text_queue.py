@@ -6,6 +6,8 @@
 
 A sequence holds a slot from its start to its end, waiting or running: there are as many as may be
 (max_sequences of every instance, and max_waiting). A request that finds none is refused with Retry-After.
+Sequences of API keys wait in the order of their turns (share_board.py), each of which costs 1 by the key's
+weight; while several keys send requests, the last eighth of the slots is for those that have not their share.
 """
 
 from __future__ import annotations
@@ -13,17 +15,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from fastserve._ext.batch_ring import FULL as FULL_RING
 from fastserve._ext.batch_ring import RECORDS
-from fastserve._ext.fast_path import ACCOUNT, Ticket
+from fastserve._ext.fast_path import ACCOUNT, Account, Ticket
 from fastserve._ext.text_tokens import Flowing, pass_on
 from fastserve._ext.token_records import TokenReader, prompt_bytes, write_prompt
 from fastserve.codec.generation import Extra, Finish, Heard, Record, TextNote, write_text
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics, Specs
 from fastserve.engine.engine import Engine, Scheduler, TensorFace
 from fastserve.engine.input_checks import check_inputs
+from fastserve.engine.share_board import ACTIVE_S, ModelTurns
 from fastserve.errors import (
     DeadlineError,
     Kind,
@@ -54,12 +59,21 @@ CHARGE_NS = 100_000_000
 class TextRun(Flowing):
     """One sequence of this front process; see codec.text.Run."""
 
-    __slots__ = ("_charged", "_heard", "_pages", "_queue", "_ticket", "account")
+    __slots__ = ("_charged", "_heard", "_pages", "_queue", "_ticket", "account", "turn")
 
-    def __init__(self, queue: TextQueue, slot: int, prompt: int, pages: int, heard: Heard) -> None:
+    def __init__(
+        self,
+        queue: TextQueue,
+        slot: int,
+        prompt: int,
+        pages: int,
+        heard: Heard,
+        account: Account | None = None,
+        turn: float = 0.0,
+    ) -> None:
         self._queue, self._heard = queue, heard
         self.slot, self.held = slot, prompt
-        self.account = ACCOUNT.get()
+        self.account, self.turn = account, turn
         self._charged = 0  # tokens
         self._pages = pages  # of its prompt, until its worker has let go of it
         self._ticket: Ticket | None = None
@@ -69,7 +83,7 @@ class TextRun(Flowing):
         self._ticket = self._queue.submit(lease, 1, self._done, deadline_ns, None, self.account)
         self._queue.counts.came()
         if self.account is not None:
-            self._queue.accounted.add(self)
+            self._queue.hold_account(self, 1)
 
     def charge(self) -> None:
         """Charge its account for the tokens that have come since the last time, and at first for its prompt."""
@@ -110,6 +124,8 @@ class TextRun(Flowing):
         self._free()
         if not begun and records[0][0] >= 0:
             self.begun = True
+            if self.account is not None:
+                self._turns(self.account).reach(self.turn)
             counts.began(self.held, records[0][2])
         if self.begun:
             self.held += counts.went_on(records, begun)
@@ -133,10 +149,16 @@ class TextRun(Flowing):
         self.ended = True
         self._free()
         if self.account is not None:
-            self._queue.accounted.discard(self)
+            self._queue.hold_account(self, -1)
             if self.begun or finish == Finish.STOP:  # else its worker has not come to its prompt
                 self.charge()
+            else:
+                self._turns(self.account).give_back(self.account.name, 1 / self.account.weight)
         self._queue.counts.ended(finish, self.begun, self.held if self.begun else 0)
+
+    def _turns(self, account: Account) -> ModelTurns:
+        turns: ModelTurns = account.board.of(self._queue.metrics.model)
+        return turns
 
     def _free(self) -> None:
         if self._pages:
@@ -166,6 +188,8 @@ class TextQueue(BatchQueue):
         self._most_pages = max(geometry.slab_pages // 2 // geometry.fronts, 1)
         self.prompt_pages = 0  # of this front's that their worker still needs
         self.accounted: set[TextRun] = set()  # sequences whose tokens are charged to somebody
+        self._held: Counter[str] = Counter()  # of these, by their keys
+        self._active: dict[str, tuple[float, float]] = {}  # keys, when they came last, and their weights
         self._charge_ns = 0
 
     def _forsake(self, found: list[Any]) -> None:
@@ -173,16 +197,28 @@ class TextQueue(BatchQueue):
 
     def start(self, ids: Sequence[int], note: TextNote, heard: Heard) -> TextRun:
         """Start one sequence. Raises ServeError when it cannot wait."""
+        account = ACCOUNT.get()
+        if account is None:
+            return self._start(ids, note, heard, None)
+        turns, cost = account.board.of(self.metrics.model), 1 / account.weight
+        note.turn = turns.claim(account.name, cost)
+        try:
+            return self._start(ids, note, heard, account)
+        except BaseException:
+            turns.give_back(account.name, cost)
+            raise
+
+    def _start(self, ids: Sequence[int], note: TextNote, heard: Heard, account: Account | None) -> TextRun:
         said = write_text(note)
         nbytes = prompt_bytes(ids, said)
         pages = self._find_pages(nbytes)
-        lease = self.ring.reserve(1)
+        lease = FULL_RING if account is not None and self._holds_enough(account) else self.ring.reserve(1)
         if lease < 0:
             self.rejected("queue_rows")
             retry_s = self.metrics.seconds_for(1)
             text = FULL.format(self.ring.slots)
             raise ServeError(Kind.UNAVAILABLE, text, retry_after_s=retry_s, reason=Reason.QUEUE_FULL)
-        run = TextRun(self, lease >> 16, len(ids), pages, heard)
+        run = TextRun(self, lease >> 16, len(ids), pages, heard, account, note.turn)
         try:
             self.tokens.listen(lease >> 16, self._write(lease, nbytes, ids, said, note.priority), run)
             run.submit(lease, note.deadline_ns + SLACK_NS if note.deadline_ns else 0)
@@ -192,6 +228,29 @@ class TextQueue(BatchQueue):
             raise
         self.prompt_pages += pages
         return run
+
+    def _holds_enough(self, account: Account) -> bool:
+        """Return whether a key has its share of the slots, while others send requests and few are free."""
+        now = time.monotonic()
+        self._active[account.name] = now, account.weight
+        if len(self._active) == 1:
+            return False
+        gone = [key for key, (at, _) in self._active.items() if at < now - ACTIVE_S]
+        for key in gone:
+            del self._active[key]
+        slots = self.ring.slots
+        if slots - self.ring.outstanding() > max(1, slots // 8):
+            return False
+        share = account.weight / sum(weight for _, weight in self._active.values())
+        return self._held[account.name] >= max(1, slots * share)
+
+    def hold_account(self, run: TextRun, count: int) -> None:
+        """Take a sequence into its key's account, or with -1 out of it."""
+        assert run.account is not None
+        (self.accounted.add if count > 0 else self.accounted.discard)(run)
+        self._held[run.account.name] += count
+        if not self._held[run.account.name]:
+            del self._held[run.account.name]
 
     def later(self, heard: Heard, records: list[Record]) -> None:
         """Call `heard` in the next turn of the loop, never inside the caller."""

@@ -184,7 +184,9 @@ API_KEYS_STALE = _fact(
 # The names of keys are the operator's.
 KEY_REQUESTS = _counter("key_requests", "Requests of an API key, whatever they are answered.", "key")
 
-KEY_ROWS = _counter("key_rows", "Rows that models ran for an API key; an ensemble's count at each step.", "key")
+KEY_ROWS = _counter(
+    "key_rows", "Rows that models ran for an API key; an ensemble's count at each step.", "key"
+)
 
 KEY_TOKENS = _counter("key_tokens", "Tokens of an API key: of prompts and of answers.", "key")
 

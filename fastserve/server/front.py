@@ -33,7 +33,7 @@ from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening, Restrictions
 from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.http2.settings import Lifetimes
-from fastserve.net.key_usage import KeyCounts, KeyLimits, KeyUsage, NoCount
+from fastserve.net.key_usage import KeyCounts, KeyLimits, KeyUsage
 from fastserve.net.tls import Credentials
 from fastserve.server.audit_log import AuditLog
 from fastserve.server.dialect_selection import (
@@ -400,10 +400,17 @@ class Front:
 
     def _count_key(self, name: str) -> KeyUsage:
         counters = self.registry.counters
-        whole = (names.KEY_REQUESTS, names.KEY_ROWS, names.KEY_TOKENS, names.KEY_COMPUTE)
-        counts = [counters(metric).of(name) for metric in (whole if name else whole[:1])]
-        counts += [NoCount()] * (len(whole) - len(counts))  # who has no key is let in to no model
-        usage = KeyUsage(name, KeyCounts(*counts, lambda code: counters(names.KEY_ERRORS).of(name, code)))
+        counts = KeyCounts(
+            counters(names.KEY_REQUESTS).of(name),
+            error_of=lambda code: counters(names.KEY_ERRORS).of(name, code),
+        )
+        if name:  # who has no key is let in to no model
+            counts = counts._replace(
+                rows=counters(names.KEY_ROWS).of(name),
+                tokens=counters(names.KEY_TOKENS).of(name),
+                compute_ns=counters(names.KEY_COMPUTE).of(name),
+            )
+        usage = KeyUsage(name, counts)
         usage.board = self._shares.board
         return usage
 

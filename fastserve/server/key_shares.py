@@ -58,14 +58,13 @@ class KeyShares(ReplicatedPart):
         if slot < 0:
             return self._own.get(name) or self._make_own(name)
         self._own.pop(name, None)
-        running, requests, rows, tokens = (
-            [Gauge(section, slot + number) for section in self._sections] for number in (RUNNING, *BUCKETS)
-        )
-        buckets = [
-            Bucket(used[self._number], Gauge(self._sections[0], slot + number + 1), used)
-            for used, number in zip((requests, rows, tokens), BUCKETS, strict=True)
-        ]
-        return KeyShare(running[self._number], running, *buckets)
+        running = [Gauge(section, slot + RUNNING) for section in self._sections]
+        requests, rows, tokens = (self._bucket(slot + number) for number in BUCKETS)
+        return KeyShare(running[self._number], running, requests, rows, tokens)
+
+    def _bucket(self, slot: int) -> Bucket:
+        used = [Gauge(section, slot) for section in self._sections]
+        return Bucket(used[self._number], Gauge(self._sections[0], slot + 1), used)
 
     def close(self) -> None:
         """Close the file; its memory stays as long as a share of it is in use."""
@@ -129,12 +128,12 @@ class KeyShares(ReplicatedPart):
         section = Section(memory, 0)
         slot = section.append(KIND_GAUGE_SUM, b"", NUMBERS)
         running = Gauge(section, slot + RUNNING)
-        buckets = []
-        for number in BUCKETS:
-            used, forfeited = Gauge(section, slot + number), Gauge(section, slot + number + 1)
+        used = [(Gauge(section, slot + number), Gauge(section, slot + number + 1)) for number in BUCKETS]
+        for _, forfeited in used:
             forfeited.set(FULL_S)
-            buckets.append(Bucket(used, forfeited, (used,)))
-        found = self._own[name] = KeyShare(running, (running,), *buckets, whole=False)
+        requests, rows, tokens = (Bucket(own, forfeited, (own,)) for own, forfeited in used)
+        found = KeyShare(running, (running,), requests, rows, tokens, whole=False)
+        self._own[name] = found
         return found
 
 

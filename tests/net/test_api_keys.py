@@ -359,9 +359,7 @@ class Taking:
 
 def test_bodies_are_not_taken_without_a_key(keys: Keys) -> None:
     endpoint, refused = Taking(), []
-    terms = KeyTerms(
-        keys.gate, Opening(), Scope.INFER, lambda call, fault: refused.append(fault), no_part
-    )
+    terms = KeyTerms(keys.gate, Opening(), Scope.INFER, lambda call, fault: refused.append(fault), no_part)
     behind: Any = keyed(terms, endpoint)
     head = RequestHead(b"")
     call: Any = type("Call", (), {"head": head})()

@@ -139,6 +139,7 @@ def _make_sequence(request: TextRequest, info: Info, number: int) -> TextSequenc
         ends={},
         number=number,
         priority=min(5, max(1, note.priority)),
+        turn=note.turn,
         deadline_ns=note.deadline_ns,
         arrived_ns=request.arrived_ns or time.monotonic_ns(),
     )

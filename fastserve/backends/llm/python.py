@@ -148,10 +148,11 @@ class GeneratorEngine:
         admitted, self._waiting = self._waiting[:free], self._waiting[free:]
         self._running += admitted
 
-    def _rank(self, sequence: GeneratorSequence) -> tuple[int, int]:
+    def _rank(self, sequence: GeneratorSequence) -> tuple[int, float, int]:
         waited_ns = time.monotonic_ns() - sequence.asked
         gained = waited_ns // self._ageing_ns if self._ageing_ns else 0
-        return sequence.request.note.priority - gained, sequence.asked
+        note = sequence.request.note
+        return note.priority - gained, note.turn, sequence.asked
 
     def _advance(self, sequence: GeneratorSequence, out: Out) -> bool:
         """Send the next token of a sequence, or its end. Return False when it has nothing yet."""

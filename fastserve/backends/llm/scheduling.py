@@ -19,7 +19,7 @@ prompts that begin alike (prefix cache): what is computed of them is copied.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -63,6 +63,7 @@ class TextSequence:
     """Tokens that end it."""
     number: int = 0
     priority: int = 5
+    turn: float = 0.0
     deadline_ns: int = 0
     arrived_ns: int = 0
     last_ns: int = 0
@@ -97,6 +98,7 @@ def make_sequence(
         limit=max(1, min(asked, info.max_tokens - count)),
         ends=_ends(sampling, eos),
         priority=min(5, max(1, request.note.priority)),
+        turn=request.note.turn,
         deadline_ns=request.note.deadline_ns,
         scores=[(int(prompt[0]), None)] if sampling.prompt_logprobs else None,
     )
@@ -128,36 +130,39 @@ PRIORITIES = range(1, 6)
 
 
 class WaitingQueue:
-    """Sequences that wait for a row, by priority and arrival."""
+    """Sequences that wait for a row, by priority, turn and arrival."""
 
     def __init__(self, ageing_ns: int = 0) -> None:
-        self._lines: dict[int, OrderedDict[int, TextSequence]] = {
-            level: OrderedDict() for level in PRIORITIES
-        }
+        self._lines: dict[int, list[tuple[float, int, TextSequence]]] = {level: [] for level in PRIORITIES}
+        self._places: dict[int, tuple[float, int]] = {}  # by rid
+        self._came = 0
         self._ageing_ns = ageing_ns
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
     def add(self, sequence: TextSequence) -> None:
-        """Append a sequence to its priority."""
-        self._lines[sequence.priority][sequence.rid] = sequence
+        """Add a sequence behind those of its priority and turn."""
+        self._came += 1
+        place = self._places[sequence.rid] = sequence.turn, self._came
+        insort(self._lines[sequence.priority], (*place, sequence))
 
     def remove(self, sequence: TextSequence) -> None:
         """Remove a sequence that has begun or ended."""
-        del self._lines[sequence.priority][sequence.rid]
+        line = self._lines[sequence.priority]
+        del line[bisect_left(line, self._places.pop(sequence.rid))]
 
     def next(self, now_ns: int) -> TextSequence | None:
         """Return the first sequence, which stays in the queue until it is removed."""
-        heads = [next(iter(line.values())) for line in self._lines.values() if line]
+        heads = [line[0][2] for line in self._lines.values() if line]
         return min(heads, key=lambda one: self.rank(one, now_ns), default=None)
 
-    def rank(self, sequence: TextSequence, now_ns: int) -> tuple[int, int]:
+    def rank(self, sequence: TextSequence, now_ns: int) -> tuple[int, float, int]:
         """Return the order of a sequence, lower first; also of sequences in prefill."""
         level = sequence.priority
         if self._ageing_ns:
             level = max(1, level - (now_ns - sequence.arrived_ns) // self._ageing_ns)
-        return level, sequence.number
+        return level, sequence.turn, sequence.number
 
 
 class DeadlineQueue:

@@ -97,7 +97,9 @@ def test_every_api_says_429(tmp_path: Path, http2: bool) -> None:
                 given = ("resource", "limit", "remaining")
                 told = {name: reply.headers.get(f"x-ratelimit-{name}") for name in given}
                 again = int(reply.headers.get("retry-after", "0"))
-                fine = reply.status_code == 429 and told == dict(zip(given, ("requests", "0.000277778", "0"), strict=True))
+                fine = reply.status_code == 429 and told == dict(
+                    zip(given, ("requests", "0.000277778", "0"), strict=True)
+                )
                 if not fine or not 3500 < again <= 3600 or "x-ratelimit-reset" not in reply.headers:
                     wrong.append(f"{verb} {target} ({scope}): {reply.status_code} {told} {again}")
         assert not wrong, "\n".join(wrong)
@@ -209,7 +211,9 @@ def test_rows_are_limited_and_counted_on_every_path(tmp_path: Path, path: str) -
                     return 200, {}
                 if path == "tfserving":
                     body = json.dumps({"instances": [[0.0, 1.0]] * rows}).encode()
-                    reply = await client.post(f"{root}/v1/models/twice:predict", content=body, headers=headers)
+                    reply = await client.post(
+                        f"{root}/v1/models/twice:predict", content=body, headers=headers
+                    )
                 else:
                     more = {"x-request-id": "r1"} if path == "general" else {}
                     reply = await client.post(root + INFER, content=of_rows(rows), headers=headers | more)
