@@ -191,7 +191,7 @@ class LimitError(ServeError):
 
 
 class RateLimitError(ServeError):
-    """A request is over a limit of its client's, on `resource` (requests, rows, tokens, concurrency), of which
+    """A request is over a limit of its client's on `resource` (requests, rows, tokens, concurrency): of it
     `remaining` is left, and all again in `reset_s`."""
 
     def __init__(

@@ -16,7 +16,6 @@ class Account:
     charged: bool
     weight: float
     board: Any
-    def charge_tokens(self, tokens: int) -> None: ...
 
 class Ticket:
     queue: Any

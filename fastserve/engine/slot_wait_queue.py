@@ -138,8 +138,8 @@ class KeyLines:
         return waiter
 
     def last_of_most(self, key: str, rows: int, weight: float) -> SlotWaiter | None:
-        """Return the last request of the line that is longest for its weight; None where no line is longer than
-        that of this key with `rows` rows more."""
+        """Return the last request of the line that is longest for its weight; None where no line is longer
+        than that of this key with `rows` rows more."""
         most = max(self._lines.values(), key=lambda line: line.crowd, default=None)
         own = self._lines.get(key)
         if most is None or most.crowd <= ((own.rows if own else 0) + rows) / weight:
@@ -169,8 +169,8 @@ class KeyLines:
 
 
 class SlotWaitQueue:
-    """Requests of this front process that wait for a slot of one queue: lines of ordinary and a FIFO of patient
-    waiters. `on_empty` is called when the last waiter has left."""
+    """Requests of this front process that wait for a slot of one queue: lines of ordinary and a FIFO of
+    patient waiters. `on_empty` is called when the last waiter has left."""
 
     def __init__(self, ring: BatchRing, max_queued: int, on_empty: Callable[[], object]) -> None:
         self.anyone = False

@@ -86,11 +86,11 @@ class TextRun(Flowing):
             self._queue.hold_account(self, 1)
 
     def charge(self) -> None:
-        """Charge its account for the tokens that have come since the last time, and at first for its prompt."""
+        """Charge its account for the tokens that have come since the last time, first for its prompt."""
         assert self.account is not None
         tokens, self._charged = self.held - self._charged, self.held
         if tokens:
-            self.account.charge_tokens(tokens)
+            self.account.charge_tokens(tokens)  # type: ignore[attr-defined]  # as TicketTable does
 
     def taken(self, records: int) -> None:
         if not self.ended:

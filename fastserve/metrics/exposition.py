@@ -64,7 +64,7 @@ class Metric:
 
     @property
     def unit(self) -> float:
-        """What 1 in shared memory stands for: a counter of seconds counts nanoseconds."""
+        """The value of 1 in shared memory: a counter of seconds counts nanoseconds."""
         return 1e-9 if self.kind == "counter" and self.name.endswith("_seconds_total") else 1.0
 
     @property

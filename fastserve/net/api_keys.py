@@ -323,8 +323,8 @@ Narrow = Callable[[Compartment, "RequestHead"], "Endpoint"]
 
 
 class KeyTerms(NamedTuple):
-    """What a request needs to reach an endpoint: a key of this gate with `scope`. `refuse` answers the others,
-    and `narrow` finds the endpoints of compartments."""
+    """Terms for reaching an endpoint: a key of this gate with `scope`. `refuse` answers other requests, and
+    `narrow` finds the endpoints of compartments."""
 
     gate: ApiKeyGate
     opening: Opening

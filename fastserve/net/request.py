@@ -535,8 +535,8 @@ class Call:
             self._connection.callback_failed(error)
 
     def _named(self, status: int, headers: Headers) -> Headers:
-        """Add X-Request-Id where the client named its request, to errors, and with an access log; other replies
-        get no id. Add what is left of the limits of its key."""
+        """Add X-Request-Id where the client named its request, to errors, and with an access log; other
+        replies get no id. Add what is left of the limits of its key."""
         usage = self.head.usage
         if usage is not None and usage.limited and status != 429:
             headers = (*headers, *usage.describe_room())

@@ -1,9 +1,9 @@
-"""The numbers that front processes share of API keys: of their limits (net/key_usage.py), and of their turns at
-models (engine/share_board.py).
+"""The numbers that front processes share of API keys: of their limits (net/key_usage.py), and of their turns
+at models (engine/share_board.py).
 
-The owner makes two files with a section for each front. In the first is a row of numbers for each key that has
-had a limit, in all sections at the same place: the owner alone adds rows, others find them by the name. To the
-second each front adds rows in its own section. A front writes its own section.
+The owner makes two files with a section for each front. In the first is a row of numbers for each key that
+has had a limit, in all sections at the same place: the owner alone adds rows, others find them by the name.
+To the second each front adds rows in its own section. A front writes its own section.
 """
 
 from __future__ import annotations

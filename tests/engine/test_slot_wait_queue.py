@@ -1,4 +1,4 @@
-"""Requests that wait for a slot: lines of keys, in whose turn, and what several fronts make of it together."""
+"""Requests that wait for a slot: lines of keys, in whose turn, and what several fronts do together."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Fronts:
 
 @given(st.lists(st.integers(0, 2), min_size=200, max_size=200), st.integers(1, 3))
 def test_all_fronts_together_give_what_weights_say(looks: list[int], spread: int) -> None:
-    """One key everywhere, the other at `spread` fronts; whoever looks, the sum is as if there were one front."""
+    """One key is everywhere, the other at `spread` fronts; whoever looks, the sum is that of one front."""
     fronts = Fronts(3, quantum=2.0)
     weights, got = {"a": 3.0, "b": 1.0}, Counter({"a": 0, "b": 0})
     for front in range(3):
