@@ -79,7 +79,7 @@ class KeyShare(NamedTuple):
 
 
 class KeyLimits(NamedTuple):
-    """What a key may use: requests, rows and tokens a second, and requests under way; 0 is any number."""
+    """The limits of a key: requests, rows and tokens a second, and requests under way; 0 is any number."""
 
     requests: float = 0.0
     rows: float = 0.0

@@ -38,7 +38,7 @@ USED = {
     "compute_s": names.KEY_COMPUTE,
 }
 UNITS = tuple(metric.unit for metric in USED.values())
-"""What is counted is whole numbers of these."""
+"""Counts are whole numbers of these."""
 
 
 class AuditLog:

@@ -74,6 +74,7 @@ class QueuedRequest:
     expires_ns: int  # 0 for never
     gone: bool = False
     late: bool = False
+    turn: float = 0.0  # its place within the level, lower first: of API keys' shares
 
 
 @dataclass(slots=True)
@@ -105,9 +106,18 @@ class AdmissionQueue:
         return sum(level.size for level in self._levels)
 
     def push(
-        self, what: Any, rows: int, now_ns: int, *, priority: int = 0, timeout_us: int = 0, id: str = ""
+        self,
+        what: Any,
+        rows: int,
+        now_ns: int,
+        *,
+        priority: int = 0,
+        timeout_us: int = 0,
+        id: str = "",
+        turn: float = 0.0,
     ) -> QueuedRequest:
-        """Queue it; `priority` 0 or beyond the levels is the default. Raises ServeError UNAVAILABLE."""
+        """Queue it behind those of its turn; `priority` 0 or beyond the levels is the default. Raises ServeError
+        UNAVAILABLE."""
         number = priority if 1 <= priority <= len(self._levels) else self._default
         level = self._levels[number - 1]
         if level.policy.most and level.size >= level.policy.most:
@@ -115,7 +125,11 @@ class AdmissionQueue:
             raise ServeError(Kind.UNAVAILABLE, text, reason=Reason.QUEUE_FULL)
         timeout_ns = level.policy.timeout_of(timeout_us)
         queued = QueuedRequest(what, rows, number, now_ns, now_ns + timeout_ns if timeout_ns else 0)
-        level.waiting.append(queued)
+        queued.turn = turn
+        at = len(level.waiting)
+        while at and level.waiting[at - 1].turn > turn:
+            at -= 1
+        level.waiting.insert(at, queued)
         level.size += 1
         self.rows += rows
         return queued
@@ -215,6 +229,10 @@ class QueuedScheduler(Scheduler):
                 f"<= {self._sender.max_rows} for '{self._model}'"
             )
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        account, turn, cost = request.account, 0.0, 0.0
+        if account is not None:
+            cost = rows / account.weight
+            turn = account.board.of(self._model).claim(account.name, cost)
         now_ns, counters = self._clock(), counters_of(version)
         try:
             if self.queue.rows + rows > self._forming.most_rows:
@@ -226,12 +244,15 @@ class QueuedScheduler(Scheduler):
                 priority=request.priority,
                 timeout_us=request.timeout_us,
                 id=request.request_id,
+                turn=turn,
             )
             return await self._wait(waiting)
         except (ServeError, asyncio.CancelledError) as error:
             if waiting.member is None:  # else its queue counts it
                 reason = REJECTED if isinstance(error, ServeError) else CANCELED
                 counters.end(reason, self._clock() - now_ns)
+                if account is not None:
+                    account.board.of(self._model).give_back(account.name, cost)
             raise
 
     async def _wait(self, waiting: _Waiting) -> InferResponse:
@@ -327,6 +348,9 @@ class QueuedScheduler(Scheduler):
 
     def _member(self, queued: QueuedRequest) -> BatchMember:
         waiting: _Waiting = queued.what
+        account = waiting.request.account
+        if account is not None:
+            account.board.of(self._model).reach(queued.turn)
         if self._forming.keep_order:
             self._order.append(waiting)
         waiting.member = BatchMember(
