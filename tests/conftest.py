@@ -60,16 +60,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 class Descriptors:
-    """The open descriptors. Where each leads is dear to read: that is not done while the same numbers are
-    open as at the last look, or no more than before."""
+    """The open descriptors. Where one leads is dear to read: that is done once for each number that was not
+    open at the last look, and for all while more are open than before."""
 
-    _last: ClassVar[tuple[frozenset[str], int]] = frozenset(), 0
+    _last: ClassVar[tuple[frozenset[str], frozenset[str]]] = frozenset(), frozenset()
+    """The numbers at the last look, and of these those of proc.CACHED_FILES, which stay."""
 
     def __init__(self) -> None:
         self.numbers = open_numbers()
-        if self.numbers != self._last[0]:
-            Descriptors._last = self.numbers, len(self.numbers) - len(proc.targets(os.getpid(), self.numbers))
-        self._cached = self._last[1]
+        known, cached = Descriptors._last
+        if new := self.numbers - known:
+            cached |= new - proc.targets(os.getpid(), new).keys()
+        Descriptors._last = self.numbers, cached & self.numbers
+        self._cached = len(Descriptors._last[1])
 
     def gained(self) -> dict[str, str]:
         """Descriptors that are open now and were not, if there are more than before."""

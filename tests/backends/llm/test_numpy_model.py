@@ -130,12 +130,12 @@ def test_families_write_what_generate_writes(family: tuple[Path, Any]) -> None:
     folder, model = family
     start = prompts(1, VOCAB, 40, seed=9)[0] * 8
     asked = prompts(6, VOCAB, 70, seed=1) + [start[:30] + tail for tail in prompts(3, VOCAB, 9, seed=4)]
+    expected = {rid: generate(model, ids, 14) for rid, ids in enumerate(asked)}
     for cached in (False, True):
         engine = load(folder, step_tokens=40, prefix_cache=cached)
         assert isinstance(runner(engine), NumpyModel)
         heard = run(engine, [ask(rid, ids, max_new_tokens=14) for rid, ids in enumerate(asked)])
-        for rid, ids in enumerate(asked):
-            assert heard.tokens[rid] == generate(model, ids, 14)
+        assert heard.tokens == expected
         engine.close()
 
 
