@@ -158,9 +158,9 @@ def post(url: str, body: bytes, content_type: str) -> bytes:
         return bytes(reply.read())
 
 
-def wait_ready(server: Server, probe: Callable[[], object]) -> None:
+def wait_ready(server: Server, probe: Callable[[], object], limit_s: float = START_SECONDS) -> None:
     """Calls `probe` until it does not raise OSError; raises RuntimeError with the end of the server's log."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             probe()
@@ -169,7 +169,7 @@ def wait_ready(server: Server, probe: Callable[[], object]) -> None:
             if server.process.poll() is not None:
                 raise server.fail(f"ended with exit code {server.process.returncode}") from None
             if time.monotonic() > deadline:
-                raise server.fail(f"not ready in {START_SECONDS:.0f} s: {fault}") from None
+                raise server.fail(f"not ready in {limit_s:.0f} s: {fault}") from None
         time.sleep(0.05)
 
 
