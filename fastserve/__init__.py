@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from fastserve.app.calls import serve as serve
     from fastserve.backends.cancellation import cancelled as cancelled
     from fastserve.backends.cancellation import cancelled_rows as cancelled_rows
-    from fastserve.backends.script.array_type import Array as Array
     from fastserve.backends.script.backend import Response as Response
     from fastserve.backends.script.declaration import model as model
+    from fastserve.backends.script.json_schema import Array as Array
     from fastserve.backends.script.multipart import File as File
     from fastserve.backends.script.remote import remote as remote
     from fastserve.batching import BatchedService as BatchedService
@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "App": "fastserve.app.calls",
-    "Array": "fastserve.backends.script.array_type",
+    "Array": "fastserve.backends.script.json_schema",
     "AsyncClient": "fastserve.client.clients",
     "BatchedService": "fastserve.batching",
     "Client": "fastserve.client.clients",

@@ -12,9 +12,9 @@ import pytest
 
 import fastserve
 from fastserve.app.models_folder import app_files, configs_of, list_paths, stamp_app, write_models
-from fastserve.backends.script.array_type import Array, is_array, tensor_of
 from fastserve.backends.script.declaration import declare, declared, forget_declared
 from fastserve.backends.script.json_body import BodyReader, write_json
+from fastserve.backends.script.json_schema import Array, is_array, tensor_of
 from fastserve.errors import ConfigError, ServeError
 
 Numbers: Any = Array["int32"]

@@ -42,7 +42,7 @@ class TransformersBackend:
         said = check_folder(self._folder)  # before the frameworks are imported, which takes seconds
         device = str(self._config.get("device") or "cpu")
         if find_runtime(said, options, device) == "numpy":
-            from fastserve.backends.llm.numpy_loading import open_engine as open_in_numpy
+            from fastserve.backends.llm.numpy_model import open_engine as open_in_numpy
 
             self._engine = open_in_numpy(self._folder, options)
         else:

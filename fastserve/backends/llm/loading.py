@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from fastserve.backends.frameworks.torch_tensors import bound_memory, device_of, open_device
-from fastserve.backends.llm import attention
+from fastserve.backends.llm import torch_model
 from fastserve.backends.llm.embedding import EmbedEngine
 from fastserve.backends.llm.engine import BatchEngine, describe_engine, try_model
 from fastserve.backends.llm.folder import ENCODERS, check_folder, read_ends
@@ -148,7 +148,7 @@ def _open_decoder(
 
     def make() -> TorchModel:
         placed = weights.to(place)
-        model = TorchModel(placed, attention.make_cache(shape_of(placed.config), room, placed.dtype, place))
+        model = TorchModel(placed, torch_model.make_cache(shape_of(placed.config), room, placed.dtype, place))
         try_model(model)
         return model
 
@@ -168,13 +168,13 @@ def _fit(make: Callable[[], Made], words: str) -> Made:
 
 def _read_weights(folder: Path, dtype: torch.dtype | str) -> Any:
     """Return the decoder of a checked folder. Raises ConfigError when weights are broken or missing."""
-    attention.register()
+    torch_model.register()
     return _read(
         folder,
         lambda: AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=torch_model.NAME,
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,

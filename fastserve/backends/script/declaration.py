@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
-from fastserve.backends.script.array_type import is_array, tensor_of
 from fastserve.backends.script.json_body import BodyReader
-from fastserve.backends.script.json_schema import describe_types
+from fastserve.backends.script.json_schema import describe_types, is_array, tensor_of
 
 BODY = "body"
 OUTPUT = "output"

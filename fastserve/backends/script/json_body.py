@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from fastserve.backends.script.array_type import is_array
+from fastserve.backends.script.json_schema import is_array
 from fastserve.backends.script.multipart import MEDIA_TYPE, File, media_type_of, read_parts
 from fastserve.errors import ServeError, invalid
 

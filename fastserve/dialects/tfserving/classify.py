@@ -4,20 +4,39 @@
     classify_results   regress_results      labels, scores and values of its answer, or what is wrong
     ExamplesEndpoint                        POST ...:classify and ...:regress
 
-Examples are read the general way, an object per value, so these bodies have a bound of their own, and from
-64 KiB on are read in a thread.
+Examples are read the general way, an object per value, so these bodies have a bound of their own, and from 64
+KiB on are read in a thread.
+
+Bodies become examples, and these a model's input tensors (spec 3.4, 3.5, 4.1). An example is a mapping of
+feature name to feature; a feature is a flat list of one kind.
+
+    {"examples": [{"x": 1.0}]}  ->  ExampleList("", [{"x": Feature("float", [1.0])}], None)
+
+A model is fed as TensorFlow's parse_example op does it: one string input called `inputs` takes serialized
+tf.Example bytes; otherwise each declared feature fills the input it is mapped to, one row an example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any
+from array import array
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
 
+from fastserve._ext.json_value import Members, ShownFloat
 from fastserve._ext.json_writer import WriterCode, WriterFault, write_classifications, write_regressions
-from fastserve.codec.byte_formats import pack_strings
+from fastserve.codec.byte_formats import pack_strings, pack_values, write_field, write_varint
+from fastserve.codec.json_text import to_bytes, to_text
 from fastserve.dialects.tfserving.errors import TF_NAME, TF_WORD, shape_text, writer_error
-from fastserve.dialects.tfserving.examples import SERIALIZED, feed, read_examples, takes_serialized
+from fastserve.dialects.tfserving.json_body import (
+    decode_base64_object,
+    format_error,
+    is_base64_object,
+    kind_word,
+    read_document,
+    read_signature_name,
+)
 from fastserve.dialects.tfserving.metadata import signature_text
 from fastserve.dialects.tfserving.routes import Target
 from fastserve.dialects.tfserving.service import RestRequest, TFServingService, find_signature, find_version
@@ -26,7 +45,251 @@ from fastserve.net.request import Call
 from fastserve.repository.model_config import Signature
 from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.slow_path import answer_slowly
-from fastserve.tensor import DTYPES, Tensor
+from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
+
+if TYPE_CHECKING:
+    from fastserve._ext.json_value import Value
+
+
+FeatureKind = Literal["", "int64", "float", "bytes"]
+FLOATS = frozenset({float, ShownFloat})
+
+_KIND_OF: dict[type, FeatureKind] = {
+    int: "int64",
+    bool: "int64",
+    float: "float",
+    ShownFloat: "float",
+    bytes: "bytes",
+}
+
+INT64_MAX = 2**63 - 1
+MOST_REPEATED = 1 << 22
+"""Values that a body is made into by repetition: what it says once, for every example."""
+
+REPEATED_BYTES = 16
+"""Bytes that count as one of them."""
+
+
+def check_repeated(count: int, what: str) -> None:
+    """Raises ServeError where a small body would become too much."""
+    if count > MOST_REPEATED:
+        raise invalid(f"The {what}, repeated for every example, are over the limit of {MOST_REPEATED}")
+
+
+@dataclass(slots=True)
+class Feature:
+    """One feature: `kind` is "" while it has no element. Floats are already rounded to float32."""
+
+    kind: FeatureKind = ""
+    values: list[int] | list[float] | list[bytes] = field(default_factory=list)
+
+
+Example = dict[str, Feature]
+
+
+@dataclass(slots=True)
+class ExampleList:
+    """A classify or regress body as read. `context` is None when the body has none."""
+
+    signature_name: str
+    examples: list[Example]
+    context: Example | None
+
+    def merged(self) -> list[Example]:
+        """Every example on top of the context; an example's own feature wins. Raises ServeError."""
+        context = self.context
+        check_repeated(len(context or ()) * len(self.examples), "features of the context")
+        return [{**context, **example} for example in self.examples] if context else self.examples
+
+    def serialized(self) -> list[bytes]:
+        """Every example as the bytes of a tf.Example, the context's own bytes in front. Raises ServeError."""
+        head = serialize_example(self.context) if self.context is not None else b""
+        check_repeated(len(head) * len(self.examples) // REPEATED_BYTES, "bytes of the context")
+        return [head + serialize_example(example) for example in self.examples]
+
+
+def read_examples(body: bytes | bytearray) -> ExampleList:
+    """A classify or regress body. Raises ServeError with the original's text."""
+    document = read_document(body)
+    name = read_signature_name(document)
+    context = _read_example(document.get(b"context")) if b"context" in document else None
+    if b"examples" not in document:
+        # The original says "classify" for both verbs.
+        raise format_error(document, "When method is classify, key 'examples' is expected and was not found")
+    given = document.get(b"examples")
+    if not isinstance(given, list):
+        raise format_error(document, "Expecting 'examples' value to be an list/array")
+    if not given:
+        raise format_error(document, "'examples' value is an empty array")
+    return ExampleList(name, [_read_example(value) for value in given], context)
+
+
+def _read_example(value: Value) -> Example:
+    if not isinstance(value, Members):
+        raise invalid(f"Example must be JSON object but got JSON {kind_word(value)}")
+    example = {}
+    for key, given in value:
+        name = to_text(key)
+        example[name] = _read_feature(name, given)
+    return example
+
+
+def _read_feature(name: str, given: Value) -> Feature:
+    values: list[Any] = given if isinstance(given, list) else [given]
+    if values and set(map(type, values)) <= FLOATS:
+        return Feature("float", array("f", values).tolist())  # beyond the range of float32: infinite
+    kind: FeatureKind = ""
+    read: list[Any] = []
+    for value in values:
+        kind = _kind_of(name, value, kind)
+        if isinstance(value, Members):
+            read.append(decode_base64_object(value))
+        else:
+            read.append(int(value) if isinstance(value, bool) else value)
+    return Feature(kind, read)
+
+
+def _kind_of(name: str, value: Value, expected: FeatureKind) -> FeatureKind:
+    kind = _KIND_OF.get(type(value)) or ("bytes" if is_base64_object(value) else "")
+    if not kind:
+        raise invalid(f"Feature: {name} has element with unexpected JSON type: {kind_word(value)}")
+    if isinstance(value, int) and value > INT64_MAX:
+        raise invalid(f"Feature: {name} has uint64_t element. Only int64_t is supported.")
+    if expected and kind != expected:
+        raise invalid(f"Unexpected element type in feature: {name} expecting type: {expected}")
+    return kind
+
+
+# tf.Example on the wire: Example{1: Features{1: map<string, Feature>}}; Feature is one of the lists,
+# each with its values in field 1. Only length-delimited fields and varints occur.
+_LIST_FIELD = {"bytes": 1, "float": 2, "int64": 3}
+
+
+def serialize_example(example: Mapping[str, Feature]) -> bytes:
+    """An example as tf.Example bytes, features in the order given."""
+    entries = (
+        write_field(1, to_bytes(name)) + write_field(2, _serialize_feature(feature))
+        for name, feature in example.items()
+    )
+    return write_field(1, b"".join(write_field(1, entry) for entry in entries))
+
+
+def _serialize_feature(feature: Feature) -> bytes:
+    if not feature.kind:
+        return b""
+    values: Sequence[Any] = feature.values
+    if feature.kind == "float":
+        data = write_field(1, pack_values(values, DTYPES["float32"]))
+    elif feature.kind == "int64":
+        data = write_field(1, b"".join(map(write_varint, values)))
+    else:
+        data = b"".join(write_field(1, value) for value in values)
+    return write_field(_LIST_FIELD[feature.kind], data)
+
+
+SERIALIZED = "inputs"
+_ABSENT = Feature()
+_KIND_WORD: dict[FeatureKind, str] = {"int64": "int64", "float": "float", "bytes": "string"}
+
+
+def takes_serialized(signature: Signature) -> bool:
+    """Whether examples are fed as tf.Example bytes: one string input called `inputs`, no other features."""
+    spec = signature.inputs.get(SERIALIZED)
+    only = len(signature.inputs) == 1 and spec is not None and spec.dtype.name == "bytes"
+    return only and set(signature.features) <= {SERIALIZED}
+
+
+def feed(examples: ExampleList, signature: Signature, *, batching: bool) -> dict[str, Tensor]:
+    """Tensors by the model's own input names, first axis the examples. Raises ServeError."""
+    names = signature.input_names
+    if takes_serialized(signature):
+        rows = examples.serialized()
+        return {names[SERIALIZED]: Tensor(DTYPES["bytes"], (len(rows),), pack_strings(rows))}
+    merged = examples.merged()
+    return {
+        names[alias]: decode_feature(name, _row_spec(signature.inputs[alias], batching), merged)
+        for name, alias in signature.features.items()
+    }
+
+
+def decode_feature(name: str, spec: TensorSpec, examples: Sequence[Example]) -> Tensor:
+    """One feature of every example as a tensor of shape (examples, *row shape of `spec`).
+
+    An axis of -1 takes any length and is padded to the longest with zeros or empty strings; every
+    other shape must be met exactly, and for an unknown rank the first example sets the length.
+    Raises ServeError.
+    """
+    wanted = _feature_kind(spec.dtype)
+    shape = (len(examples[0].get(name, _ABSENT).values),) if spec.shape is None else spec.shape
+    columns = [_values(name, index, wanted, shape, example) for index, example in enumerate(examples)]
+    if -1 in shape:
+        shape = _filled_shape(shape, max(len(values) for values in columns))
+    check_repeated(prod(shape) * len(columns), f"values of feature {name}")
+    filler = b"" if wanted == "bytes" else 0
+    size = prod(shape)
+    flat = [value for values in columns for value in (*values, *[filler] * (size - len(values)))]
+    if spec.dtype.name == "bool":
+        flat = [bool(value) for value in flat]
+    # Packing cuts integers to the width of the input, as the model's own cast would.
+    return Tensor(spec.dtype, (len(examples), *shape), pack_values(flat, spec.dtype))
+
+
+def _values(
+    name: str, index: int, wanted: FeatureKind, shape: tuple[int, ...], example: Example
+) -> Sequence[int | float | bytes]:
+    feature = example.get(name, _ABSENT)
+    if not feature.kind:
+        if -1 in shape:
+            return ()
+        raise invalid(
+            f"Name: <unknown>, Feature: {name} (data type: {_KIND_WORD[wanted]}) "
+            "is required but could not be found."
+        )
+    where = f"Name: <unknown>, Key: {name}, Index: {index}.  "
+    if feature.kind != wanted:
+        raise invalid(
+            f"{where}Data types don't match. Data type: {_KIND_WORD[feature.kind]} "
+            f"but expected type: {_KIND_WORD[wanted]}"
+        )
+    if not _fits(len(feature.values), shape):
+        raise invalid(
+            f"{where}Number of {wanted} values != expected.  "
+            f"Values size: {len(feature.values)} but output shape: {shape_text(shape)}"
+        )
+    return feature.values
+
+
+def _fits(count: int, shape: tuple[int, ...]) -> bool:
+    if -1 not in shape:
+        return count == prod(shape)
+    unit = prod(size for size in shape if size >= 0)
+    return count == 0 if unit == 0 else count % unit == 0
+
+
+def _filled_shape(shape: tuple[int, ...], longest: int) -> tuple[int, ...]:
+    unit = prod(size for size in shape if size >= 0)
+    first = shape.index(-1)
+    length = longest // unit if unit else 0
+    return tuple(
+        length if axis == first else max(size, 1 if size < 0 else size) for axis, size in enumerate(shape)
+    )
+
+
+def _feature_kind(dtype: DType) -> FeatureKind:
+    if dtype.name == "bytes":
+        return "bytes"
+    if dtype.name in ("float32", "float64"):
+        return "float"
+    if dtype.name == "bool" or dtype.name.startswith(("int", "uint")):
+        return "int64"
+    raise invalid(f"Conversion of a feature to type: {TF_WORD[dtype.code]}")
+
+
+def _row_spec(spec: TensorSpec, batching: bool) -> TensorSpec:
+    if batching or not spec.shape:
+        return spec
+    return TensorSpec(spec.name, spec.dtype, spec.shape[1:])
+
 
 Buffer = bytes | bytearray | memoryview
 CLASSES, SCORES, OUTPUTS = "classes", "scores", "outputs"

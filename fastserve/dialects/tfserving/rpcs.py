@@ -19,12 +19,16 @@ from fastserve._ext.flatten import unpack_bytes
 from fastserve.dialects.tfserving.classify import (
     EXAMPLES_BYTES,
     WORK,
+    Example,
+    ExampleList,
+    Feature,
+    FeatureKind,
     ResultPlan,
     classify_results,
+    feed,
     plan_results,
     regress_results,
 )
-from fastserve.dialects.tfserving.examples import Example, ExampleList, Feature, FeatureKind, feed
 from fastserve.dialects.tfserving.grpc_predict import PredictRpc
 from fastserve.dialects.tfserving.metadata import find_versions, signature_def, status_of
 from fastserve.dialects.tfserving.routes import MODEL_SERVICE, PREDICTION_SERVICE, RPCS, Target

@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 from google.protobuf.message import DecodeError
 
 from fastserve.codec.byte_formats import read_records
-from fastserve.dialects.tfserving.classify import plan_results
-from fastserve.dialects.tfserving.examples import feed
+from fastserve.dialects.tfserving.classify import feed, plan_results
 from fastserve.dialects.tfserving.grpc_predict import decode_all, plan_predict, read_sent
 from fastserve.dialects.tfserving.rpcs import check_tasks, read_input
 from fastserve.dialects.tfserving.service import find_signature

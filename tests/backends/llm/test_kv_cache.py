@@ -7,8 +7,8 @@ import resource
 import pytest
 import torch
 
-from fastserve.backends.llm.attention import make_cache
 from fastserve.backends.llm.kv_cache import CacheSize, Shape
+from fastserve.backends.llm.torch_model import make_cache
 
 MIB = 1 << 20
 

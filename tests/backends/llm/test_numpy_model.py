@@ -19,8 +19,7 @@ import torch
 
 from fastserve.backends.llm import folder as folders
 from fastserve.backends.llm.backend import TransformersBackend
-from fastserve.backends.llm.numpy_loading import WeightFiles
-from fastserve.backends.llm.numpy_model import NumpyModel
+from fastserve.backends.llm.numpy_model import NumpyModel, WeightFiles
 from fastserve.backends.llm.protocols import Chunk, StepPlan
 from fastserve.codec.generation import Finish
 from fastserve.errors import ConfigError, ServeError

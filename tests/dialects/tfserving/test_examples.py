@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from fastserve.dialects.tfserving.examples import (
+from fastserve.dialects.tfserving.classify import (
     Example,
     Feature,
     decode_feature,
