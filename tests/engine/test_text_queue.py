@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
+from fastserve._ext.fast_path import ACCOUNT, Account
 from fastserve.codec.generation import Finish, read_extra
+from fastserve.engine import text_queue
+from fastserve.engine.share_board import ShareBoard
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.metrics import names
 from fastserve.metrics.exposition import Metric
@@ -517,5 +523,111 @@ def test_one_that_another_of_the_step_ends_is_counted_once(tmp_path):
             levels = at.registry.read(names.TEXT_RUNNING, names.TEXT_WAITING, names.TEXT_KV_USED)
             assert [sum(values[0] for values in found.values()) for found in levels] == [0, 0, 0]
             assert queue.waiting == 0
+
+    run(work())
+
+
+class Team(Account):
+    """An API key of a test: what was charged to it."""
+
+    def __init__(self, name: str, board: ShareBoard, weight: float = 1.0) -> None:
+        self.name, self.board, self.weight = name, board, weight
+        self.tokens: list[int] = []
+
+    def charge_tokens(self, tokens: int) -> None:
+        self.tokens.append(tokens)
+
+
+@contextlib.contextmanager
+def working_for(team: Team) -> Iterator[None]:
+    token = ACCOUNT.set(team)
+    try:
+        yield
+    finally:
+        ACCOUNT.reset(token)
+
+
+def test_tokens_are_charged_to_their_account_as_they_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_queue, "CHARGE_NS", 0)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"max_sequences": 1, "max_waiting": 8})
+            team, other = Team("team", ShareBoard(0)), Team("other", ShareBoard(0))
+            with working_for(team):
+                heard = at.ask(version, [7, 0, 0], max_new_tokens=400)
+                waits = at.ask(version, [1, 2], max_new_tokens=400)
+            await heard.until(1)
+            await until(lambda: sum(team.tokens) > 3)
+            waits.run.cancel()
+            await heard.end()
+            assert sum(team.tokens) == 3 + 400
+            assert len(team.tokens) > 1
+            with working_for(other):
+                left = at.ask(version, [9], max_new_tokens=10**6)
+            await left.until(5)
+            left.run.cancel()
+            assert sum(other.tokens) == 1 + len(left.ids)
+            assert team.rows == 2
+            assert not at.queue(version).accounted
+
+    run(work())
+
+
+def test_waiting_sequences_of_accounts_take_turns_by_weight(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"max_sequences": 1, "max_waiting": 60})
+            board = ShareBoard(0)
+            heavy, light, late = Team("heavy", board, 3.0), Team("light", board), Team("late", board)
+            first = at.ask(version, [0], max_new_tokens=10**6)
+            await first.until(1)
+            ended: list[str] = []
+            waiting = []
+
+            async def note(name: str, heard: Heard) -> None:
+                assert await heard.end() is Finish.LENGTH
+                ended.append(name)
+
+            for team, count in ((light, 12), (heavy, 24), (late, 2)):
+                for _ in range(count):
+                    with working_for(team):
+                        heard = at.ask(version, [1], max_new_tokens=2)
+                    waiting.append(asyncio.ensure_future(note(team.name, heard)))
+            first.run.cancel()
+            await asyncio.gather(*waiting)
+            for count in range(5, 40):
+                shares = Counter(ended[:count])
+                if shares["heavy"] < 24 and shares["light"] < 12:
+                    assert abs(shares["heavy"] / 3 - shares["light"]) <= 2, ended
+            assert sorted(i for i, name in enumerate(ended) if name == "late")[-1] < 12
+
+    run(work())
+
+
+def test_the_last_slots_are_for_accounts_that_have_few(tmp_path):
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"max_sequences": 1, "max_waiting": 15})
+            board = ShareBoard(0)
+            many, few = Team("many", board), Team("few", board)
+
+            def ask(team: Team) -> Heard:
+                with working_for(team):
+                    return at.ask(version, [1], max_new_tokens=10**6)
+
+            asked = [ask(few)]
+            with pytest.raises(ServeError, match="queue of this model is full"):
+                for _ in range(16):
+                    asked.append(ask(many))
+            assert len(asked) == 16 - 2
+            asked += [ask(few), ask(few)]
+            with pytest.raises(ServeError, match="queue of this model is full"):
+                ask(few)
+            position = board.of("m1").position("few")
+            assert position == pytest.approx(3.0), "a request that was refused costs no turn"
+            for heard in asked:
+                heard.run.cancel()
+            await until(lambda: at.queue(version).ring.outstanding() == 0)
 
     run(work())

@@ -116,8 +116,8 @@ class AdmissionQueue:
         id: str = "",
         turn: float = 0.0,
     ) -> QueuedRequest:
-        """Queue it behind those of its turn; `priority` 0 or beyond the levels is the default. Raises ServeError
-        UNAVAILABLE."""
+        """Queue it behind those of its turn; `priority` 0 or beyond the levels is the default. Raises
+        ServeError UNAVAILABLE."""
         number = priority if 1 <= priority <= len(self._levels) else self._default
         level = self._levels[number - 1]
         if level.policy.most and level.size >= level.policy.most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from fastserve.engine.schedulers.queued import (
     QueuedScheduler,
     levels_of,
 )
+from fastserve.engine.share_board import ShareBoard
 from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.settings.model_options import QueueOptions, QueuePolicy
@@ -131,6 +133,44 @@ def test_higher_levels_first_and_nothing_is_fed_ahead():
             await at.hand.answer()
         assert seen == [1, 4, 2, 3, 5]
         assert await asyncio.gather(*asking) == [[1], [2], [3], [4], [5]]
+        await at.close()
+
+    run(work())
+
+
+def test_accounts_have_turns_within_a_level():
+    """Of a weight of 2 two requests for one of the other; a client that leaves costs its key no turn."""
+
+    async def work():
+        at = Stage(PriorityLevels((LevelPolicy(), LevelPolicy()), default=2))
+        board = ShareBoard(0)
+        heavy, light = (
+            SimpleNamespace(name=name, board=board, weight=w) for name, w in (("h", 2.0), ("l", 1.0))
+        )
+        asking = [at.ask(1)]
+        await at.hand.batch()
+        left = [at.ask(number, account=light) for number in (90, 91, 92)]
+        await at.turns()
+        for one in left:
+            one.cancel()
+        await at.turns()
+        asking += [at.ask(number, account=heavy) for number in range(10, 16)]
+        await at.turns()
+        asking += [at.ask(number, account=light) for number in range(20, 23)]
+        asking.append(at.ask(30, account=light, priority=1))
+        await at.turns()
+        seen = []
+        for _ in range(11):
+            seen += await at.hand.seen()
+            await at.hand.answer()
+        assert seen[:2] == [1, 30]
+        rest = seen[2:]
+        assert [n for n in rest if n < 20] == list(range(10, 16))
+        assert [n for n in rest if n >= 20] == list(range(20, 23))
+        for count in range(1, 10):
+            light_ones = sum(n >= 20 for n in rest[:count])
+            assert abs(light_ones - count / 3) <= 1.5, rest
+        await asyncio.gather(*asking)
         await at.close()
 
     run(work())

@@ -338,6 +338,55 @@ def test_one_keys_flood_is_not_before_another_keys_request(tmp_path: Path, clien
     run(work())
 
 
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (1.0, 1.0)])
+def test_shares_are_those_of_all_front_processes(tmp_path: Path, weights: tuple[float, float]) -> None:
+    """As above with three fronts, whose clients' connections are spread over them."""
+    models = tmp_path / "models"
+    write_model(models, max_queue_rows=1000, parameters={"folder": str(tmp_path)})
+    path = tmp_path / "keys.yaml"
+    a, b = (add(path, name, weight=weight) for name, weight in zip("ab", weights, strict=True))
+    watch = add(path, "watch", "metrics")
+    each, statuses = 48, Counter[int]()
+    options = ("--keys", str(path), "--frontends", "3")
+    with Running(models, tmp_path / "log", *options) as server:
+
+        def post(headers: dict[str, str], body: bytes) -> None:
+            with closing(http.client.HTTPConnection(server.http, timeout=120)) as link:
+                link.request("POST", INFER, body, headers)
+                reply = link.getresponse()
+                reply.read()
+                statuses[reply.status] += 1
+
+        def received(key: str) -> float:
+            with closing(http.client.HTTPConnection(server.http, timeout=60)) as link:
+                link.request("GET", "/metrics", headers=watch)
+                page = link.getresponse().read().decode()
+            line = f'fastserve_key_requests_total{{key="{key}"}} '
+            return float(next((one[len(line) :] for one in page.splitlines() if one.startswith(line)), "0"))
+
+        for headers in (a, b) * 4:
+            post(headers, of_rows(1))
+        threads = [threading.Thread(target=post, args=(a, held_body()))]
+        threads[0].start()
+        until(lambda: (tmp_path / "seen").exists(), "a batch")
+        for number in range(each):
+            for headers, at in ((a, 100), (b, 200)):
+                threads.append(threading.Thread(target=post, args=(headers, of_rows(1, at + number))))
+        for thread in threads[1:]:
+            thread.start()
+        until(lambda: received("a") == each + 5 and received("b") == each + 4, "all requests")
+        (tmp_path / "go").touch()
+        for thread in threads:
+            thread.join(60)
+    assert statuses == {200: 2 * each + 1 + 8}
+    ran = order(tmp_path)
+    assert sorted(ran) == sorted(at + n for at in (100.0, 200.0) for n in range(each))
+    share = weights[0] / sum(weights)
+    for count in range(16, int(each / max(share, 1 - share)) - 8):
+        mine = sum(value < 200 for value in ran[8 : 8 + count])
+        assert abs(mine - count * share) <= 8, (count, ran)
+
+
 def test_a_full_queue_turns_away_the_flood(tmp_path: Path) -> None:
     write_model(tmp_path, max_queue_rows=24)
     keys = Keys(tmp_path)
