@@ -30,7 +30,7 @@ NUMBERS = 6
 second of keys that had none waiting."""
 NOBODY = float("inf")
 SEVERAL = -1.0
-STALE_S = 0.1
+STALE_S = 0.5
 ACTIVE_S = 30.0
 """For how long a key that has sent a request is expected to send another."""
 

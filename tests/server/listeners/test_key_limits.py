@@ -384,7 +384,7 @@ def test_shares_are_those_of_all_front_processes(tmp_path: Path, weights: tuple[
     share = weights[0] / sum(weights)
     for count in range(16, int(each / max(share, 1 - share)) - 8):
         mine = sum(value < 200 for value in ran[8 : 8 + count])
-        assert abs(mine - count * share) <= 8, (count, ran)
+        assert abs(mine - count * share) <= 8, (count, "".join("ab"[v >= 200] for v in ran))
 
 
 def test_a_full_queue_turns_away_the_flood(tmp_path: Path) -> None:
@@ -541,7 +541,9 @@ def test_resets_and_cancelled_calls_give_their_places_back(tmp_path: Path) -> No
 
 
 @contextlib.contextmanager
-def asking(place: str, headers: dict[str, str], threads: int) -> Iterator[Counter[int]]:
+def asking(
+    place: str, headers: dict[str, str], threads: int, target: str = PREDICT, body: bytes = BODY
+) -> Iterator[Counter[int]]:
     """Clients that ask one request after the other, over a new connection now and then; what they got."""
     got: Counter[int] = Counter()
     ended = threading.Event()
@@ -553,7 +555,7 @@ def asking(place: str, headers: dict[str, str], threads: int) -> Iterator[Counte
                 closing(http.client.HTTPConnection(place, timeout=60)) as link,
             ):
                 for _ in range(20):
-                    link.request("POST", PREDICT, BODY, headers)
+                    link.request("POST", target, body, headers)
                     reply = link.getresponse()
                     reply.read()
                     got[reply.status] += 1
@@ -599,6 +601,33 @@ def test_a_front_that_is_killed_gives_back_the_places_it_had(tmp_path: Path) -> 
         with asking(server.http, headers, 8) as got:
             until(lambda: got[200] >= 400, "answers go on")
         assert got[429] == 0
+
+
+@pytest.mark.parametrize("ends", [signal.SIGSTOP, signal.SIGKILL])
+def test_turns_go_on_beside_a_front_that_stops_or_dies(tmp_path: Path, ends: signal.Signals) -> None:
+    """Its requests wait in its lines, before those of others: they are not waited for."""
+    models = tmp_path / "models"
+    write_model(models, max_batch_size=1, parameters={"folder": str(tmp_path)})
+    path = tmp_path / "keys.yaml"
+    a, b = (add(path, name) for name in "ab")
+    options = ("--keys", str(path), "--frontends", "3")
+    with Running(models, tmp_path / "log", *options) as server:
+        body = of_rows(1)
+        with (
+            asking(server.http, a, 8, INFER, body) as first,
+            asking(server.http, b, 8, INFER, body) as second,
+        ):
+            for pid in fronts_of(server):
+                seen = first[200], second[200]
+                until(lambda seen=seen: first[200] > seen[0] + 100 and second[200] > seen[1] + 100, "answers")
+                os.kill(pid, ends)
+                seen = first[200], second[200]
+                until(
+                    lambda seen=seen: first[200] > seen[0] + 50 and second[200] > seen[1] + 50, "it goes on"
+                )
+                if ends is signal.SIGSTOP:
+                    os.kill(pid, signal.SIGCONT)
+        assert {*first, *second} == {200}
 
 
 def fronts_of(server: Running) -> list[int]:
