@@ -60,6 +60,8 @@ class BackendEntry:
     """The packages of that extra, by the names that pip knows on every machine."""
     alternative: str = ""
     """The alternative for its models where the framework is not wanted."""
+    batch_rows: int = 0
+    """Most rows of a batch, where the config does not say and the ordinary number does not suit."""
     triton: str = ""
     """Triton's name of the backend."""
     triton_platform: str = ""
@@ -144,22 +146,57 @@ BACKENDS = {
             alternative="convert the model: " + TO_ONNX.format(kind="--saved-model", place="N", folder="N"),
         ),
         BackendEntry(
+            "sklearn",
+            "fastserve.backends.tabular.scikit_learn:SklearnBackend",
+            model_file="model.skops",
+            other_files=("model.joblib", "model.pkl"),
+            needs_config=False,
+            framework="sklearn",
+            extra="sklearn",
+            packages="scikit-learn skops",
+            batch_rows=1024,
+        ),
+        BackendEntry(
             "xgboost",
-            "fastserve.backends.frameworks.tabular:XGBoostBackend",
+            "fastserve.backends.tabular.xgboost:XGBoostBackend",
             model_file="model.json",
             other_files=("model.ubj",),
+            needs_config=False,
             framework="xgboost",
             extra="xgboost",
             packages="xgboost",
+            batch_rows=1024,
         ),
         BackendEntry(
-            "sklearn",
-            "fastserve.backends.frameworks.tabular:SklearnBackend",
-            model_file="model.pkl",
-            other_files=("model.joblib",),
-            framework="sklearn",
-            extra="sklearn",
-            packages="scikit-learn",
+            "lightgbm",
+            "fastserve.backends.tabular.lightgbm:LightGBMBackend",
+            model_file="model.txt",
+            needs_config=False,
+            framework="lightgbm",
+            extra="lightgbm",
+            packages="lightgbm",
+            batch_rows=1024,
+        ),
+        BackendEntry(
+            "catboost",
+            "fastserve.backends.tabular.catboost:CatBoostBackend",
+            model_file="model.cbm",
+            needs_config=False,
+            framework="catboost",
+            extra="catboost",
+            packages="catboost",
+            batch_rows=1024,
+        ),
+        BackendEntry(
+            "treelite",
+            "fastserve.backends.tabular.treelite:TreeliteBackend",
+            model_file="model.tl",
+            other_files=("model.json", "model.ubj", "model.txt"),
+            needs_config=False,
+            framework="treelite",
+            extra="treelite",
+            packages="treelite",
+            batch_rows=1024,
         ),
         BackendEntry(
             "triton_python",

@@ -165,11 +165,14 @@ def help_all_option() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @click.argument("repository", metavar="[DIR|FILE|demo]", required=False, shell_complete=complete_models)
 @click.option("--name", metavar="NAME", default="", help="What clients call the model of one FILE or folder.")
 @click.option(
-    "--allow-pickle", is_flag=True, help="Open a FILE that is a pickle, which runs its author's code."
+    "--trust-pickle",
+    "--allow-pickle",
+    is_flag=True,
+    help="Open a FILE that is a pickle, which runs its author's code.",
 )
 @config_option()
 @help_all_option()
-def serve(repository: str | None, name: str, allow_pickle: bool, config: Path | None, **flags: Any) -> None:
+def serve(repository: str | None, name: str, trust_pickle: bool, config: Path | None, **flags: Any) -> None:
     """Serve the models in DIR, one model by its file or folder, or the built-in demo models.
 
     \b
@@ -186,11 +189,11 @@ def serve(repository: str | None, name: str, allow_pickle: bool, config: Path | 
 
     overrides = read_flags(flags)
     try:
-        single = find_single(Path(repository), name, allow_pickle=allow_pickle) if repository else None
+        single = find_single(Path(repository), name, trust_pickle=trust_pickle) if repository else None
         if repository is not None and single is None:
             overrides["repository"] = repository
-        if (name or allow_pickle) and single is None:
-            raise ConfigError("--name, --allow-pickle: given with a repository, allowed: with one model")
+        if (name or trust_pickle) and single is None:
+            raise ConfigError("--name, --trust-pickle: given with a repository, allowed: with one model")
         settings = load_settings(config, overrides, read_environment(os.environ))
         if single is not None:
             settings = msgspec.structs.replace(settings, models=(*settings.models, single))

@@ -131,7 +131,14 @@ def _place(path: str) -> PurePosixPath:
     return place
 
 
-MODEL_FILES = tuple(entry.model_file for entry in BACKENDS.values() if entry.native and entry.model_file)
+MODEL_FILES = tuple(
+    dict.fromkeys(
+        file
+        for entry in BACKENDS.values()
+        if entry.native and entry.model_file
+        for file in (entry.model_file, *entry.other_files)
+    )
+)
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 

@@ -102,7 +102,8 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     outputs: dict[Name, TensorConfig] = {}
     """Outputs by name; onnx models may leave them out."""
     max_batch_size: Annotated[int, Meta(ge=0, le=1 << 20)] = 32
-    """Most rows of a batch. 0: no batch axis, nothing is merged."""
+    """Most rows of a batch; 1024 for models of rows (sklearn, xgboost, ...). 0: no batch axis, nothing is
+    merged."""
     max_queue_delay_us: Annotated[int, Meta(ge=0, le=60000000)] = 0
     """Microseconds a row may wait for company."""
     allowed_batch_sizes: list[Annotated[int, Meta(ge=1)]] | None = None
@@ -284,8 +285,12 @@ def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[s
             fill.pop(field, None)
     merged = {**fill, **raw}
     backend = merged.get("backend")
-    if isinstance(backend, str) and backend in BACKENDS and BACKENDS[backend].takes == "text":
+    entry = BACKENDS.get(backend) if isinstance(backend, str) else None
+    if entry is not None and entry.takes == "text":
         _fill_text(merged, raw)
+    if entry is not None and entry.batch_rows:
+        merged.setdefault("max_batch_size", entry.batch_rows)
+        merged.setdefault("max_queue_rows", 8 * entry.batch_rows)
     _fill_placement(merged, raw)
     if "shared_worker" not in raw and isinstance(backend, str) and not may_share(backend):
         merged.pop("shared_worker", None)

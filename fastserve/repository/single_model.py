@@ -24,9 +24,10 @@ from fastserve.settings import ModelEntry
 from fastserve.settings.fields import fault_text
 
 HEAD_BYTES = 4096
+LIGHTGBM_HEAD = b"tree\nversion="
 SAVED_MODEL = (BACKENDS["tensorflow"].model_file, *BACKENDS["tensorflow"].other_files)
 PICKLE = (
-    "{} is a pickle: reading it runs whatever code its author put there. --allow-pickle reads it, where you "
+    "{} is a pickle: reading it runs whatever code its author put there. --trust-pickle reads it, where you "
     "trust the author"
 )
 _BACKENDS = {
@@ -34,20 +35,23 @@ _BACKENDS = {
     ".pt": "torch",
     ".pt2": "torch",
     ".ubj": "xgboost",
+    ".cbm": "catboost",
+    ".tl": "treelite",
+    ".skops": "sklearn",
     ".pkl": "sklearn",
     ".pickle": "sklearn",
     ".joblib": "sklearn",
 }
 
 
-def find_single(path: Path, name: str = "", *, allow_pickle: bool = False) -> ModelEntry | None:
+def find_single(path: Path, name: str = "", *, trust_pickle: bool = False) -> ModelEntry | None:
     """Return the one model that lies at `path`; None for a repository, or nothing. Raises ConfigError for a
     file that is no model, a pickle that is not allowed, and a name that no model may have."""
     path = path.absolute()
     if path.is_file():
         if path.name in SAVED_MODEL or (path.name == "config.json" and holds_text(path.parent)):
             return find_single(path.parent, name)
-        return _of_file(path, name or path.stem, allow_pickle=allow_pickle)
+        return _of_file(path, name or path.stem, trust_pickle=trust_pickle)
     if not path.is_dir():
         if path.suffix in _BACKENDS:
             raise ConfigError(fault_text("file", path.name, "a file that exists"))
@@ -62,7 +66,7 @@ def find_single(path: Path, name: str = "", *, allow_pickle: bool = False) -> Mo
     held = [path / one for one in MODEL_FILES if (path / one).is_file() and not one.endswith(".py")]
     known = [one for one in held if _backend_of(one)]
     if len(known) == 1:
-        return _of_file(known[0], name or path.name, allow_pickle=allow_pickle)
+        return _of_file(known[0], name or path.name, trust_pickle=trust_pickle)
     return None
 
 
@@ -75,7 +79,7 @@ def _is_model(folder: Path) -> bool:
     return any((version / one).is_file() for version in versions for one in bare)
 
 
-def _of_file(file: Path, name: str, *, allow_pickle: bool) -> ModelEntry:
+def _of_file(file: Path, name: str, *, trust_pickle: bool) -> ModelEntry:
     backend = _backend_of(file)
     if not backend:
         raise ConfigError(foreign_file_text(file) or _unknown_text(file))
@@ -83,10 +87,10 @@ def _of_file(file: Path, name: str, *, allow_pickle: bool) -> ModelEntry:
     if not entry.installed:
         raise ConfigError(f"{file.name}: {entry.missing_text}")
     fields: dict[str, Any] = {"backend": backend}
-    if backend == "sklearn":
-        if not allow_pickle:
+    if backend == "sklearn" and file.suffix != ".skops":
+        if not trust_pickle:
             raise ConfigError(PICKLE.format(file.name))
-        fields["parameters"] = {"allow_pickle": True}
+        fields["parameters"] = {"trust_pickle": True}
     if backend == "onnx":
         graph = read_onnx_graph(file)
         if graph is not None and not graph.batched:
@@ -96,16 +100,19 @@ def _of_file(file: Path, name: str, *, allow_pickle: bool) -> ModelEntry:
 
 def _backend_of(file: Path) -> str:
     """Return the backend of a model's file; "" for any other file."""
-    if file.suffix != ".json":
+    if file.suffix not in (".json", ".txt"):
         return _BACKENDS.get(file.suffix, "")
     with file.open("rb") as stream:
-        return "xgboost" if b'"learner"' in stream.read(HEAD_BYTES) else ""
+        head = stream.read(HEAD_BYTES)
+    if file.suffix == ".txt":
+        return "lightgbm" if head.startswith(LIGHTGBM_HEAD) else ""
+    return "xgboost" if b'"learner"' in head else ""
 
 
 def _unknown_text(file: Path) -> str:
     if file.suffix == ".py":
         return f"{file.name} is a script: fastserve run {file.name}"
-    kinds = ", ".join([*_BACKENDS, "model.json of XGBoost"])
+    kinds = ", ".join([*_BACKENDS, "model.json of XGBoost", "model.txt of LightGBM"])
     return fault_text("file", file.name, f"a repository, a model's folder, or one of {kinds}")
 
 

@@ -66,7 +66,7 @@ def test_an_onnx_file_and_its_replacement(tmp_path: Path) -> None:
 
 def test_a_pickle_of_scikit_learn_by_choice(iris: Path, tmp_path: Path) -> None:
     model = pickle.loads(iris.read_bytes())
-    with served(iris, tmp_path / "log", "--allow-pickle", "--name", "flowers") as server:
+    with served(iris, tmp_path / "log", "--trust-pickle", "--name", "flowers") as server:
         said = predict(server, "flowers", ROWS)
     wanted = zip(model.predict(ROWS), model.predict_proba(ROWS), strict=True)
     assert said == [{"output": kind, "probabilities": pytest.approx(list(p))} for kind, p in wanted]
@@ -77,9 +77,9 @@ def test_a_pickle_in_a_repository_by_choice(iris: Path, tmp_path: Path) -> None:
     (tmp_path / "m/1").mkdir(parents=True)
     shutil.copy(iris, tmp_path / "m/1/model.pkl")
     (tmp_path / "m/model.yaml").write_text("backend: sklearn\n")
-    assert "parameters: {allow_pickle: true}" in refused(str(tmp_path), *ANYWHERE)
+    assert "parameters: {trust_pickle: true}" in refused(str(tmp_path), *ANYWHERE)
     (tmp_path / "m/1/model.pkl").write_bytes(pickle.dumps({"no": "model"}))
-    config = {"backend": "sklearn", "parameters": {"allow_pickle": True}}
+    config = {"backend": "sklearn", "parameters": {"trust_pickle": True}}
     (tmp_path / "m/model.yaml").write_text(yaml.safe_dump(config))
     assert "model.pkl holds a dict" in refused(str(tmp_path), *ANYWHERE)
 
@@ -136,7 +136,7 @@ def test_folders_of_one_model(tmp_path: Path) -> None:
 
 def test_what_a_path_is(tmp_path: Path) -> None:
     def find(place: str, name: str = "") -> tuple[str, str, str]:
-        found = find_single(tmp_path / place, name, allow_pickle=True)
+        found = find_single(tmp_path / place, name, trust_pickle=True)
         assert found is not None
         return found.name, str(Path(found.base_path).relative_to(tmp_path)), found.file
 
@@ -163,7 +163,7 @@ def test_what_a_path_is(tmp_path: Path) -> None:
         ("app.py", "", "fastserve run app.py"),
         ("notes.json", json.dumps({"a": 1}), 'file: given "notes.json", allowed: a repository'),
         ("m.h5", "", "m.h5 is a Keras model; convert it"),
-        ("m.pkl", "", "--allow-pickle"),
+        ("m.pkl", "", "--trust-pickle"),
         ("bad name.onnx", "", "--name gives another"),
     ],
 )

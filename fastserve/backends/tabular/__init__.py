@@ -1,0 +1,1 @@
+"""Backends for models of rows: scikit-learn, XGBoost, LightGBM, CatBoost and Treelite."""

@@ -1,0 +1,227 @@
+"""The sklearn backend: a fitted estimator or pipeline of scikit-learn.
+
+    model.skops                 skops.io.dump: reading one makes objects of known types, and of those in the
+                                parameter `trusted_types`
+    model.joblib, model.pkl     a pickle: reading one runs its author's code, so `trust_pickle: true` must
+                                allow it (`allow_pickle` is the same)
+
+    predictions      what `predict` returns, labels that are texts too     of the model
+    probabilities    `predict_proba`; of several outputs probabilities_0, _1, ...
+    scores           `decision_function`
+    leaves           `apply`
+
+Rows are float64, and a NaN is a missing value. An estimator that was fitted to a table keeps the names of its
+columns; where an encoder has learned texts of a column, the model takes one input for each column. An empty
+text is a missing value where the encoder knows one, and no empty text.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastserve.backends.tabular.base import (
+    LEAVES,
+    PREDICTIONS,
+    PROBABILITIES,
+    SCORES,
+    Column,
+    Join,
+    OpenedModel,
+    TabularBackend,
+    make_frame,
+)
+from fastserve.errors import ConfigError, install_text
+
+log = logging.getLogger(__name__)
+NOT_ALLOWED = (
+    "{} is a pickle: reading it runs whatever code its author put there; parameters: {{trust_pickle: true}} "
+    "reads it, and skops.io.dump(model, 'model.skops') writes a file that runs none"
+)
+UNTRUSTED = (
+    "{} holds types that skops does not trust by itself: {}; parameters: {{trusted_types: [...]}} with these "
+    "names reads it, where you trust the author"
+)
+_METHODS = (("decision_function", SCORES), ("apply", LEAVES))
+
+
+class SklearnBackend(TabularBackend):
+    """Runs a fitted model of scikit-learn."""
+
+    files = ("model.skops", "model.joblib", "model.pkl")
+
+    def open(self, file: Path) -> OpenedModel:
+        """Read the file, where that is allowed. Raises ConfigError where it is not."""
+        model = self._read(file)
+        width = getattr(model, "n_features_in_", None)
+        if not callable(getattr(model, "predict", None)) or width is None:
+            raise ConfigError(
+                f"{file.name} holds a {type(model).__name__}: wanted is a fitted model of scikit-learn with "
+                "predict, and n_features_in_ numbers a row"
+            )
+        if self.threads:
+            _set_threads(model, self.threads)
+        outputs: dict[str, Callable[[Any], Any]] = {PREDICTIONS: model.predict}
+        names: Any = getattr(model, "feature_names_in_", None)
+        named = names is not None
+        columns = _columns(model, list(names) if named else [str(number) for number in range(int(width))])
+        by_column = any(column.is_text for column in columns)
+        join: Join | None = _join_objects if by_column else None
+        if named and (by_column or self.wants_columns):
+            join = make_frame(names)
+        chosen = [PREDICTIONS]
+        if hasattr(model, "predict_proba"):
+            many = isinstance(getattr(model, "classes_", None), list)
+            found = {PROBABILITIES: model.predict_proba} if not many else _by_output(model)
+            outputs.update(found)
+            chosen += found
+        for method, output in _METHODS:
+            if hasattr(model, method):
+                outputs[output] = getattr(model, method)
+        # A matrix has its columns in the model's order, and needs no names.
+        warnings.filterwarnings("ignore", message="X does not have valid feature names")
+        return OpenedModel(columns, outputs, tuple(chosen), join, by_column)
+
+    @property
+    def _trusts_author(self) -> bool:
+        return True in (self.parameters.get("trust_pickle"), self.parameters.get("allow_pickle"))
+
+    def _read(self, file: Path) -> Any:
+        from sklearn.exceptions import InconsistentVersionWarning
+
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always", InconsistentVersionWarning)
+            model = self._read_skops(file) if file.suffix == ".skops" else self._read_pickle(file)
+        messages = (one.message for one in noted)
+        told: Any = next((one for one in messages if isinstance(one, InconsistentVersionWarning)), None)
+        if told is not None:
+            log.warning(
+                "%s was written by scikit-learn %s and is read by %s: predictions may differ; install that "
+                "version or train the model again",
+                file.name,
+                told.original_sklearn_version,
+                told.current_sklearn_version,
+            )
+        return model
+
+    def _read_skops(self, file: Path) -> Any:
+        try:
+            from skops import io
+        except ImportError:
+            raise ConfigError(f"{file.name} needs skops: {install_text('skops', 'sklearn')}") from None
+        found = io.get_untrusted_types(file=file)
+        trusted = found if self._trusts_author else self.parameters.get("trusted_types") or []
+        others = [name for name in found if name not in trusted]
+        if others:
+            raise ConfigError(UNTRUSTED.format(file.name, ", ".join(others)))
+        return io.load(file, trusted=trusted)
+
+    def _read_pickle(self, file: Path) -> Any:
+        if not self._trusts_author:
+            raise ConfigError(NOT_ALLOWED.format(file.name))
+        if file.suffix == ".joblib":
+            import joblib
+
+            return joblib.load(file)
+        with file.open("rb") as stream:
+            return pickle.load(stream)
+
+
+def _by_output(model: Any) -> dict[str, Callable[[Any], Any]]:
+    """Return the probabilities of each output of a model that has several."""
+
+    def of_output(at: int) -> Callable[[Any], Any]:
+        return lambda rows: model.predict_proba(rows)[at]
+
+    return {f"{PROBABILITIES}_{at}": of_output(at) for at in range(len(model.classes_))}
+
+
+def _set_threads(model: Any, threads: int) -> None:
+    """Have each part of a model compute with so many threads."""
+    if not hasattr(model, "get_params"):
+        return
+    found = {name: threads for name in model.get_params() if name.rpartition("__")[2] == "n_jobs"}
+    model.set_params(**found)
+
+
+def _join_objects(columns: Sequence[Any]) -> Any:
+    rows = np.empty((len(columns[0]), len(columns)), object)
+    for at, column in enumerate(columns):
+        rows[:, at] = column
+    return rows
+
+
+# ---- columns
+
+
+def _columns(model: Any, names: Sequence[str]) -> tuple[Column, ...]:
+    """Return the columns of a model, with what its encoders have learned of them."""
+    learned: dict[str, Any] = {}
+    for column, categories in _learned(model, names):
+        learned.setdefault(column, categories)
+    return tuple(_column(name, learned.get(name)) for name in names)
+
+
+def _column(name: str, categories: Any) -> Column:
+    if categories is None or not len(categories):
+        return Column(name)
+    known = [value for value in categories if value is not None and value == value]
+    if not known:
+        return Column(name)
+    if not isinstance(known[0], str):
+        return Column(name, example=known[0])
+    missing = [value for value in categories if value is None or value != value]
+    return Column(name, True, known[0], missing[0] if missing and "" not in known else "")
+
+
+def _learned(model: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield columns with the categories that an encoder of a model, or of a part of it, has learned."""
+    steps = getattr(model, "steps", None)
+    if steps is not None:  # a pipeline: its first steps see the columns, as long as they keep them
+        for _, step in steps:
+            found = list(_learned(step, names))
+            yield from found
+            if found or not hasattr(step, "n_features_in_") or not _keeps_columns(step):
+                return
+        return
+    parts = getattr(model, "transformers_", None)
+    if parts is not None:
+        for _, part, chosen in parts:
+            if not isinstance(part, str):
+                yield from _learned(part, _chosen_names(chosen, names))
+        return
+    categories = getattr(model, "categories_", None)
+    if categories is not None and len(categories) == len(names):
+        yield from zip(names, categories, strict=True)
+    inner = getattr(model, "estimator_", None) or getattr(model, "best_estimator_", None)
+    if inner is not None:
+        yield from _learned(inner, names)
+
+
+def _keeps_columns(step: Any) -> bool:
+    """Return whether a step gives each column on in its place, as imputers and scalers do."""
+    return type(step).__module__.startswith(("sklearn.impute", "sklearn.preprocessing._data"))
+
+
+def _chosen_names(chosen: Any, names: Sequence[str]) -> list[str]:
+    """Return the names of the columns that a part of a ColumnTransformer takes."""
+    if isinstance(chosen, str):
+        return [chosen]
+    if isinstance(chosen, slice):
+        if isinstance(chosen.start, str) or isinstance(chosen.stop, str):
+            first = names.index(chosen.start) if chosen.start is not None else 0
+            last = names.index(chosen.stop) if chosen.stop is not None else len(names) - 1
+            return list(names[first : last + 1])
+        return list(names[chosen])
+    if isinstance(chosen, int | np.integer):
+        return [names[int(chosen)]]
+    taken = list(chosen)
+    if taken and isinstance(taken[0], bool | np.bool_):
+        return [name for name, wanted in zip(names, taken, strict=True) if wanted]
+    return [one if isinstance(one, str) else names[int(one)] for one in taken]

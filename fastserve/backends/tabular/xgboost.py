@@ -1,0 +1,78 @@
+"""The xgboost backend: a Booster's own file, `model.json` or `model.ubj`. Reading one runs no code.
+
+    predictions      what Booster.predict returns                        float32
+    margins          the same before the objective's function            float32
+    labels           the class: of class_labels, else its number         bytes or int64
+    leaves           the leaf that a row falls into, of each tree        float32
+    contributions    SHAP values of each column, and the bias behind     float32
+
+Rows are float32, as XGBoost keeps them. A NaN is a missing value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastserve.backends.tabular.base import (
+    CONTRIBUTIONS,
+    LABELS,
+    LEAVES,
+    PREDICTIONS,
+    OpenedModel,
+    TabularBackend,
+    number_columns,
+)
+
+MARGINS = "margins"
+
+
+class XGBoostBackend(TabularBackend):
+    """Runs a Booster of XGBoost."""
+
+    files = ("model.json", "model.ubj")
+    dtype = "float32"
+
+    def open(self, file: Path) -> OpenedModel:
+        """Read the file."""
+        import xgboost
+
+        booster = xgboost.Booster(model_file=str(file))
+        if self.threads:
+            booster.set_param({"nthread": self.threads})
+        width = int(booster.num_features())
+        names = booster.feature_names or [str(number) for number in range(width)]
+
+        def matrix(rows: Any) -> Any:
+            return xgboost.DMatrix(rows, feature_names=booster.feature_names)
+
+        outputs: dict[str, Callable[[Any], Any]] = {
+            PREDICTIONS: lambda rows: booster.inplace_predict(rows, validate_features=False),
+            MARGINS: lambda rows: booster.inplace_predict(
+                rows, predict_type="margin", validate_features=False
+            ),
+            LEAVES: lambda rows: booster.predict(matrix(rows), pred_leaf=True),
+            CONTRIBUTIONS: lambda rows: booster.predict(matrix(rows), pred_contribs=True),
+        }
+        learner = json.loads(booster.save_config())["learner"]
+        objective = str(learner["objective"]["name"])
+        if objective.startswith(("binary:", "multi:")):
+            classes = max(2, int(learner["learner_model_param"]["num_class"]))
+            outputs[LABELS] = self._label(booster, objective, self.find_labels(classes))
+        return OpenedModel(number_columns(names), outputs)
+
+    @staticmethod
+    def _label(booster: Any, objective: str, labels: Any) -> Callable[[Any], Any]:
+        def label(rows: Any) -> Any:
+            found = booster.inplace_predict(rows, validate_features=False)
+            if objective == "binary:logitraw":
+                return labels[(found > 0).astype(int)]
+            if objective.startswith("binary:"):
+                return labels[(found > 0.5).astype(int)]
+            return labels[found.astype(int) if found.ndim == 1 else np.argmax(found, axis=1)]
+
+        return label
