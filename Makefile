@@ -114,6 +114,8 @@ test-extras: build torch extras
 	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/recipes tests/cli/test_serve_one.py::test_xgboost \
 		-k "xgboost or tensorflow or fastapi or notebook or clients"
+	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
+		tests/backends/tabular tests/examples/test_tabular.py
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
 	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips \
 		--extras $(EXTRAS)/extras.json tests/deploy/test_chart.py

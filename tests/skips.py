@@ -44,6 +44,8 @@ ALLOWED = (
     Allowed("tests/dialects/tfserving/test_writing.py::test_error_reply", "a status that is an error"),
     Allowed("tests/backends/frameworks/test_tensorflow.py::", "TensorFlow", "tensorflow"),
     Allowed("tests/recipes/test_recipes.py::test_recipe[tensorflow]", "TensorFlow", "tensorflow"),
+    Allowed("tests/backends/tabular/", "XGBoost, LightGBM, CatBoost, Treelite, skops", "recipes"),
+    Allowed("tests/examples/test_tabular.py::", "the same", "recipes"),
     Allowed("tests/cli/test_serve_one.py::test_xgboost", "XGBoost", "recipes"),
     Allowed("tests/recipes/test_recipes.py::test_recipe[xgboost]", "XGBoost", "recipes"),
     Allowed("tests/recipes/test_recipes.py::test_recipe[fastapi]", "FastAPI", "recipes"),

@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 # Imported where they are wanted, with a sentence that says what to install.
 OPTIONAL = {
-    *("flask", "joblib", "onnxruntime", "pillow", "pyzmq", "ray", "safetensors"),
-    *("tensorflow", "torch", "transformers", "werkzeug", "xgboost"),
+    *("catboost", "flask", "joblib", "lightgbm", "onnxruntime", "pandas", "pillow", "pyzmq", "ray"),
+    *("safetensors", "scikit-learn", "skops", "tensorflow", "torch", "transformers", "treelite"),
+    *("werkzeug", "xgboost"),
 }
 # Of client commands; no process of a server imports it.
 COMMANDS_ALONE = {"grpc"}

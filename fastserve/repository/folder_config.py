@@ -280,30 +280,40 @@ _ENDINGS = {
     ),
     ".pkl": (
         "a pickled Python object",
-        _WRITE
-        + ", or convert one of scikit-learn: skl2onnx.to_onnx(model, X[:1], options={{'zipmap': False}})",
+        "a fitted model of scikit-learn is served as {folder}/model.pkl or model.joblib, beside a model.yaml with "
+        "backend: sklearn and parameters: {{trust_pickle: true}}, and without them as model.skops; for others, "
+        + _WRITE,
     ),
     ".plan": ("a TensorRT engine", "serve the ONNX model it was built from"),
     ".bst": (
         "an XGBoost model",
-        _WRITE + ", or convert it: onnxmltools.convert_xgboost(model, types)",
+        "rename a JSON or UBJSON file to {folder}/model.json or model.ubj; others are written so by "
+        "xgboost.Booster(model_file='{place}').save_model('{folder}/model.ubj')",
     ),
     ".lgb": (
         "a LightGBM model",
-        _WRITE + " with lightgbm.Booster(model_file=...), or convert it: onnxmltools.convert_lightgbm("
-        "lightgbm.Booster(model_file='{place}'), initial_types=..., zipmap=False), saved as "
-        "{folder}/model.onnx (backend: onnx)",
+        "rename it to {folder}/model.txt",
     ),
+    ".cbm": ("a CatBoost model of another name", "rename it to {folder}/model.cbm"),
+    ".skops": ("a scikit-learn model of another name", "rename it to {folder}/model.skops"),
     ".onnx": ("an ONNX model of another name", "rename it to {folder}/model.onnx"),
     ".py": ("Python code of another name", "rename it to {folder}/model.py"),
 }
 
 _OURS = ("model.onnx", "model.py")
 
-_SAME = {".pth": ".pt", ".joblib": ".pkl", ".engine": ".plan", ".hdf5": ".h5", ".ubj": ".bst"}
+_SAME = {
+    ".pth": ".pt",
+    ".pickle": ".pkl",
+    ".joblib": ".pkl",
+    ".engine": ".plan",
+    ".hdf5": ".h5",
+    ".ubj": ".bst",
+    ".lgbm": ".lgb",
+}
 
-# Whole names, where the ending says nothing: of Triton's FIL backend and KServe's LightGBM server
-_NAMES = {"model.txt": ".lgb", "xgboost.model": ".bst", "xgboost.json": ".bst"}
+# Whole names, where the ending says nothing: of Triton's FIL backend
+_NAMES = {"xgboost.model": ".bst", "xgboost.json": ".bst"}
 
 _KINDS = {".h5": "--keras", ".tflite": "--tflite", ".keras": "--saved-model"}
 

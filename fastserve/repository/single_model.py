@@ -24,6 +24,7 @@ from fastserve.settings import ModelEntry
 from fastserve.settings.fields import fault_text
 
 HEAD_BYTES = 4096
+BY_HEAD = (".json", ".txt", ".bst")
 LIGHTGBM_HEAD = b"tree\nversion="
 SAVED_MODEL = (BACKENDS["tensorflow"].model_file, *BACKENDS["tensorflow"].other_files)
 PICKLE = (
@@ -100,13 +101,13 @@ def _of_file(file: Path, name: str, *, trust_pickle: bool) -> ModelEntry:
 
 def _backend_of(file: Path) -> str:
     """Return the backend of a model's file; "" for any other file."""
-    if file.suffix not in (".json", ".txt"):
+    if file.suffix not in BY_HEAD:
         return _BACKENDS.get(file.suffix, "")
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
-    if file.suffix == ".txt":
-        return "lightgbm" if head.startswith(LIGHTGBM_HEAD) else ""
-    return "xgboost" if b'"learner"' in head else ""
+    if head.startswith(LIGHTGBM_HEAD):
+        return "lightgbm"
+    return "xgboost" if head[:1] == b"{" and b"learner" in head else ""
 
 
 def _unknown_text(file: Path) -> str:

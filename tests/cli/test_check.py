@@ -38,8 +38,8 @@ def test_a_broken_model_is_explained(tmp_path: Path) -> None:
     result = run(str(tmp_path))
     assert result.exit_code == 1
     assert (
-        'backend: given "pyton", allowed: python, onnx, torch, tensorflow, xgboost, sklearn, text, '
-        "text_python or module:Class" in result.output
+        'backend: given "pyton", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, '
+        "catboost, treelite, text, text_python or module:Class" in result.output
     )
 
 

@@ -69,7 +69,7 @@ def test_a_pickle_of_scikit_learn_by_choice(iris: Path, tmp_path: Path) -> None:
     with served(iris, tmp_path / "log", "--trust-pickle", "--name", "flowers") as server:
         said = predict(server, "flowers", ROWS)
     wanted = zip(model.predict(ROWS), model.predict_proba(ROWS), strict=True)
-    assert said == [{"output": kind, "probabilities": pytest.approx(list(p))} for kind, p in wanted]
+    assert said == [{"predictions": kind, "probabilities": pytest.approx(list(p))} for kind, p in wanted]
     assert "iris.pkl is a pickle" in refused(str(iris))
 
 

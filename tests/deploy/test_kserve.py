@@ -194,7 +194,7 @@ def test_every_file_is_tested() -> None:
     ("flags", "told"),
     [
         (["--nonsense=1"], "unknown argument: --nonsense=1"),
-        (["--framework=lightgbm"], 'framework: given "lightgbm", allowed: sklearn, xgboost, onnx'),
+        (["--framework=paddle"], 'given "paddle", allowed: sklearn, xgboost, lightgbm, catboost, onnx'),
         (["--http_port=x"], '--http_port: given "x", allowed: a whole number from 0 on'),
         (["--enable_grpc=maybe"], '--enable_grpc: given "maybe", allowed: true or false'),
         (["--model_name"], "--model_name: missing its value"),

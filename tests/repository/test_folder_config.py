@@ -29,13 +29,12 @@ def without_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("net.keras", "a Keras model", "--saved-model saved --output m/1/model.onnx"),
         ("model.pt", "a PyTorch model", "torch.onnx.export(model, (x,), 'm/1/model.onnx'"),
         ("model.pth", "a PyTorch model", "dynamic_axes={'x': {0: 'rows'}}"),
-        ("model.joblib", "a pickled Python object", "options={'zipmap': False}"),
+        ("net.joblib", "a pickled Python object", "parameters: {trust_pickle: true}"),
         ("model.plan", "a TensorRT engine", "the ONNX model it was built from"),
-        ("model.txt", "m/1/model.txt is a LightGBM model; load it in a m/1/model.py (backend: python)",
-         "onnxmltools.convert_lightgbm(lightgbm.Booster(model_file='m/1/model.txt'), initial_types=..., "
-         "zipmap=False), saved as m/1/model.onnx (backend: onnx)"),
-        ("xgboost.json", "m/1/xgboost.json is an XGBoost model", "onnxmltools.convert_xgboost(model, types)"),
-        ("net.ubj", "an XGBoost model", "load it in a m/1/model.py (backend: python)"),
+        ("net.lgb", "m/1/net.lgb is a LightGBM model", "rename it to m/1/model.txt"),
+        ("net.cbm", "a CatBoost model", "rename it to m/1/model.cbm"),
+        ("xgboost.json", "m/1/xgboost.json is an XGBoost model", "to m/1/model.json or model.ubj"),
+        ("net.ubj", "an XGBoost model", "xgboost.Booster(model_file='m/1/net.ubj').save_model('m/1/model.ubj')"),
         ("resnet.onnx", "an ONNX model of another name", "rename it to m/1/model.onnx"),
     ],
 )  # fmt: skip

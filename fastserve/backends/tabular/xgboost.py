@@ -41,7 +41,8 @@ class XGBoostBackend(TabularBackend):
         """Read the file."""
         import xgboost
 
-        booster = xgboost.Booster(model_file=str(file))
+        known = file.suffix in (".json", ".ubj")  # of others XGBoost looks at the bytes
+        booster = xgboost.Booster(model_file=str(file) if known else bytearray(file.read_bytes()))
         if self.threads:
             booster.set_param({"nthread": self.threads})
         width = int(booster.num_features())
