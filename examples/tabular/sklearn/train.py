@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 
 import pandas
-from skops import io
 from sklearn.compose import ColumnTransformer
 from sklearn.linear_model import Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from skops import io
 
 people = pandas.DataFrame({"age": [23.0, 31.0, 48.0, 52.0], "city": ["Graz", "Linz", "Linz", "Wien"]})
 pay = [2100.0, 2600.0, 3300.0, 3900.0]

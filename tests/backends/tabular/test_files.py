@@ -101,7 +101,7 @@ def test_a_config_that_does_not_fit(line: Path, config: dict[str, Any], told: st
 
 def test_rows_that_a_model_refuses(line: Path) -> None:
     model = opened("sklearn", line, **TRUST)
-    with pytest.raises(ServeError, match="the model refuses these rows: Input .*contains NaN") as caught:
+    with pytest.raises(ServeError, match=r"the model refuses these rows: Input .*contains NaN") as caught:
         model.run({"input": np.array([[np.nan, 1.0]])})
     assert caught.value.kind is Kind.INVALID_ARGUMENT
 
@@ -119,9 +119,15 @@ def test_a_text_that_is_not_utf_8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "file"),
-    [("xgboost", "model.json"), ("lightgbm", "model.txt"), ("catboost", "model.cbm"), ("treelite", "model.tl"),
-     ("sklearn", "model.skops"), ("sklearn", "model.pkl")],
-)  # fmt: skip
+    [
+        ("xgboost", "model.json"),
+        ("lightgbm", "model.txt"),
+        ("catboost", "model.cbm"),
+        ("treelite", "model.tl"),
+        ("sklearn", "model.skops"),
+        ("sklearn", "model.pkl"),
+    ],
+)
 def test_a_file_that_is_broken(tmp_path: Path, backend: str, file: str) -> None:
     pytest.importorskip(BACKENDS[backend].framework)
     (tmp_path / file).write_bytes(b"{not a model")

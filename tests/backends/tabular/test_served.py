@@ -1,11 +1,10 @@
-"""Every library's model, served: 10,000 rows over each API are what the library itself answers, bit by bit."""
+"""Every library's model, served: 10,000 rows over each API are what the library answers, to the last bit."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
