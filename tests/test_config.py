@@ -205,7 +205,8 @@ def test_a_model_config_travels_as_plain_values() -> None:
     [
         (
             {"backend": "tf"},
-            'backend: given "tf", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, catboost, treelite, text, ',
+            'backend: given "tf", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, '
+            "lightgbm, catboost, treelite, text, ",
         ),
         ({"inputs": {}}, "inputs: given nothing, allowed: a mapping of name: dtype, shape"),
         ({"outputs": {}}, "outputs: given nothing"),

@@ -281,7 +281,7 @@ _ENDINGS = {
     ".pkl": (
         "a pickled Python object",
         "a fitted model of scikit-learn is served as {folder}/model.pkl or model.joblib, beside a model.yaml "
-        "with backend: sklearn and parameters: {{trust_pickle: true}}, or as model.skops without them; others: "
+        "with backend: sklearn and parameters: {{trust_pickle: true}}, or as model.skops alone; others: "
         + _WRITE,
     ),
     ".plan": ("a TensorRT engine", "serve the ONNX model it was built from"),

@@ -93,6 +93,7 @@ def test_a_backend_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_unknown_backend_is_refused_with_the_known_ones(name: object, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match="allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, catboost, treelite, text, text_python or module:Class",
+        match="allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
+        "lightgbm, catboost, treelite, text, text_python or module:Class",
     ):
         create({"backend": name}, tmp_path, 0)

@@ -51,7 +51,8 @@ def test_a_class_of_ones_own_is_a_backend() -> None:
 def test_anything_else_is_none(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"backend: given .*, allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, catboost, treelite, text, "
+        match=r"backend: given .*, allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
+        r"lightgbm, catboost, treelite, text, "
         r"text_python or module",
     ):
         find_backend(name)
@@ -72,7 +73,8 @@ def write_model(folder: Path, backend: str) -> Path:
         ("json:Net", "module json has no Net"),
         (
             "ensemble",
-            'backend: given "ensemble", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, catboost, treelite, text, ',
+            'backend: given "ensemble", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, '
+            "lightgbm, catboost, treelite, text, ",
         ),
     ],
 )

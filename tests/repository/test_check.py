@@ -46,7 +46,8 @@ def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
             {"backend": "tf"},
             "class Model: pass",
             'model.yaml: backend: given "tf", '
-            "allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, catboost, treelite, text, text_python or module:Class",
+            "allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
+            "lightgbm, catboost, treelite, text, text_python or module:Class",
         ),
         (
             {"version_policy": {"specific": [1, 5]}},

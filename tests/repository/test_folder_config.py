@@ -34,7 +34,7 @@ def without_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("net.lgb", "m/1/net.lgb is a LightGBM model", "rename it to m/1/model.txt"),
         ("net.cbm", "a CatBoost model", "rename it to m/1/model.cbm"),
         ("xgboost.json", "m/1/xgboost.json is an XGBoost model", "to m/1/model.json or model.ubj"),
-        ("net.ubj", "an XGBoost model", "xgboost.Booster(model_file='m/1/net.ubj').save_model('m/1/model.ubj')"),
+        ("net.ubj", "an XGBoost model", "(model_file='m/1/net.ubj').save_model('m/1/model.ubj')"),
         ("resnet.onnx", "an ONNX model of another name", "rename it to m/1/model.onnx"),
     ],
 )  # fmt: skip

@@ -46,8 +46,8 @@ def test_what_is_a_model_and_what_is_passed_over(tmp_path: Path) -> None:
     assert found["m"].notes == ["version 3: no model.py"]
     assert found["a b"].error.startswith('name: given "a b", allowed: text matching')
     assert found["bare"].error == (
-        "no model.yaml, and no version folder holds a model.onnx or saved_model.pb or model.skops or model.json "
-        "or model.txt or model.cbm or model.tl or config.json"
+        "no model.yaml, and no version folder holds a model.onnx or saved_model.pb or model.skops or "
+        "model.json or model.txt or model.cbm or model.tl or config.json"
     )
     assert found["auto"].config is not None
     assert found["auto"].config.backend == "onnx"

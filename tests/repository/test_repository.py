@@ -214,7 +214,8 @@ def test_open_lists_every_failure_and_leaves_nothing_loaded(tmp_path: Path) -> N
     assert fault.value.message.splitlines() == [
         "3 model(s) did not become available: absent: there is no such model in the repository",
         'bad: model.yaml: backend: given "caffe", '
-        "allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, catboost, treelite, text, text_python or module:Class",
+        "allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
+        "lightgbm, catboost, treelite, text, text_python or module:Class",
         "empty: no version that can be loaded: there is no folder with a number for its name, say 1",
     ]
     assert stage.served("good") == []
