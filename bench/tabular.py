@@ -1,8 +1,8 @@
 """Models of rows beside MLServer and beside a FastAPI app that calls the library: rates of single rows, and
 what a batch of 1,000 rows costs beside the library alone.
 
-    python -m bench.tabular --mlserver /tmp/mls/bin/python    an environment with mlserver, mlserver-sklearn and
-                                                              -xgboost, fastapi, uvicorn and "uvloop<0.22"
+    python -m bench.tabular --mlserver /tmp/mls/bin/python    with mlserver, mlserver-sklearn and -xgboost,
+                                                              fastapi, uvicorn and "uvloop<0.22"
 
 Each model has 100 trees and 30 columns. wrk asks with 32 connections and one row a request, the servers in
 turns, one worker each; the rates are medians, and the answers are compared before anything is measured.
@@ -39,10 +39,10 @@ MODELS = {
     "xgboost": ("mlserver_xgboost.XGBoostModel", "FP32"),
     "sklearn": ("mlserver_sklearn.SKLearnModel", "FP64"),
 }
-# MLServer answers the class of both; it waits as long for a batch to fill.
+# MLServer answers the class of both, and waits up to 10 ms for a batch to fill.
 OURS = {
     "xgboost": "backend: xgboost\nparameters: {outputs: [labels]}\n",
-    "sklearn": "backend: sklearn\nmax_batch_size: 32\nmax_queue_delay_us: 10000\n"
+    "sklearn": "backend: sklearn\nmax_queue_delay_us: 2000\n"
     "parameters: {trust_pickle: true, outputs: [predictions]}\n",
 }
 TRUST: dict[str, list[str]] = {"xgboost": [], "sklearn": ["--trust-pickle"]}
