@@ -32,7 +32,7 @@ LABELS, PROBABILITIES, SCORES = "labels", "probabilities", "scores"
 LEAVES, CONTRIBUTIONS = "leaves", "contributions"
 _KINDS = {"f": "float64", "i": "int64", "u": "int64", "b": "bool", "U": "bytes", "O": "bytes", "S": "bytes"}
 _REFUSALS = ValueError, TypeError
-"""What these libraries raise for rows that they do not take."""
+"""Errors of these libraries for rows that they do not take."""
 
 
 Join = Callable[[Sequence[Any]], Any]
