@@ -214,8 +214,8 @@ def wait(options: Any) -> None:
             took = asyncio.run(send_at_random(url, 6 * options.seconds))
         waited = statistics.mean(took) - SERVICE_S
         print(
-            f"wait: {len(took)} requests to {SERVERS} {kind} workers, {waited / SERVICE_S:.2f} service times of "
-            f"{SERVICE_S * 1000:.0f} ms, all that is not the model's sleep",
+            f"wait: {len(took)} requests to {SERVERS} {kind} workers, {waited / SERVICE_S:.2f} service times "
+            f"of {SERVICE_S * 1000:.0f} ms, all that is not the model's sleep",
             flush=True,
         )
 

@@ -6,7 +6,7 @@ tensorflow-model-server` and `fastserve tritonserver` take the original's flags,
 reads only --name=value, as the original does. An unknown flag ends the start, where the original goes on: a
 server that lacks a flag's effect may lack TLS.
 
-`fastserve kserve-server` takes the flags of KServe's Python servers (sklearnserver, xgbserver and
+`fastserve kserve-server` takes the flags of KServe's Python servers (sklearnserver, xgbserver, lgbserver and
 predictiveserver), `fastserve mlserver start` the variables of MLServer and its model-settings.json. Both
 serve one model that lies in a folder, as KServe's storage initializer leaves it. With
 `--framework=sklearn` the originals open a pickle, and so do these: the operator trusts its author.
@@ -243,7 +243,13 @@ def read_triton_settings(flags: tuple[str, ...]) -> Settings:
         sys.exit(BAD_TRITON_FLAGS)
 
 
-FRAMEWORKS = {"sklearn": (".joblib", ".pkl", ".pickle"), "xgboost": (".json", ".ubj"), "onnx": (".onnx",)}
+FRAMEWORKS = {
+    "sklearn": (".joblib", ".pkl", ".pickle"),
+    "xgboost": (".json", ".ubj", ".bst"),
+    "lightgbm": (".bst", ".txt"),
+    "catboost": (".cbm",),
+    "onnx": (".onnx",),
+}
 """Frameworks that are built, with the endings of their files, the preferred one first."""
 MODELS_DIR = "/mnt/models"
 # Flags with their original's defaults; of the second kind no answer depends on it.
@@ -273,6 +279,8 @@ _IDLE = frozenset(
 _IMPLEMENTATIONS = {
     "mlserver_sklearn.SKLearnModel": "sklearn",
     "mlserver_xgboost.XGBoostModel": "xgboost",
+    "mlserver_lightgbm.LightGBMModel": "lightgbm",
+    "mlserver_catboost.CatboostModel": "catboost",
     "mlserver_onnx.OnnxModel": "onnx",
 }
 
@@ -281,17 +289,18 @@ def find_model(place: Path, name: str, framework: str) -> ModelEntry:
     """Return the model of a framework that lies in a folder, or is the file. Raises ConfigError."""
     if framework not in (*FRAMEWORKS, ""):
         raise ConfigError(fault_text("framework", framework, ", ".join(FRAMEWORKS)))
-    known = FRAMEWORKS[framework] if framework else tuple(s for some in FRAMEWORKS.values() for s in some)
+    endings = {ending for some in FRAMEWORKS.values() for ending in some}
+    known = FRAMEWORKS[framework] if framework else tuple(sorted(endings))
     files = [place] if place.is_file() else sorted(one for one in place.glob("*") if one.suffix in known)
     files = [one for one in files if one.name != "model-settings.json"]
     if len(files) != 1:
         held = ", ".join(one.name for one in files) or "none"
         raise ConfigError(f"{place}: given {held}, allowed: one file that ends in {', '.join(known)}")
-    found = find_single(files[0], name, allow_pickle=framework == "sklearn")
+    found = find_single(files[0], name, trust_pickle=framework == "sklearn")
     if found is None:
         raise ConfigError(f"{files[0]}: this is no model")
-    if framework == "sklearn":  # the originals answer what `predict` returns
-        parameters = {**found.fields["parameters"], "probabilities": False}
+    if found.fields["backend"] in ("sklearn", "catboost"):  # the originals answer what `predict` returns
+        parameters = {**found.fields.get("parameters", {}), "outputs": ["predictions"]}
         found = msgspec.structs.replace(found, fields={**found.fields, "parameters": parameters})
     return found
 
@@ -380,9 +389,10 @@ def _run(settings: Settings) -> None:
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def kserve_server(flags: tuple[str, ...]) -> None:
-    """Serve one model with the flags of sklearnserver, xgbserver and predictiveserver: --model_name,
-    --model_dir, --http_port, --grpc_port, --enable_grpc, --framework, --nthread, --workers. It is read from
-    --model_dir: a pickle with --framework=sklearn, XGBoost's model.json or .ubj, or an ONNX file.
+    """Serve one model with the flags of sklearnserver, xgbserver, lgbserver and predictiveserver:
+    --model_name, --model_dir, --http_port, --grpc_port, --enable_grpc, --framework, --nthread, --workers. It
+    is read from --model_dir: a pickle with --framework=sklearn, a file of XGBoost, LightGBM or CatBoost, or
+    an ONNX file.
 
     \b
     Example:
