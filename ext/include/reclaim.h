@@ -44,7 +44,10 @@ static inline uint32_t slot_reclaim(Arena *a, uint32_t i, uint32_t front)
         touched += reserved ? slot_seal(a, i) : slot_close(s, w);
     for (uint32_t r = 0, span; r < reserved && r < a->max_rows; r += span) {
         span = row_span(a, rows, r);
-        if (rows[r].state != ROW_EMPTY && rows[r].front == front)
+        // In this order: what the dead front holds keeps the slot from going on under us. What it had let go of does not,
+        // and the row may be another's by the time we touch it.
+        uint32_t state = __atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE);
+        if (state != ROW_EMPTY && state != ROW_DROPPED && rows[r].front == front)
             touched += row_reclaim(a, s, r, span);
     }
     return touched;

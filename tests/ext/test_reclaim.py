@@ -9,6 +9,7 @@ import pytest
 
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
+from fastserve.server.front_pool import LostRows
 
 # Where arena.h puts things, for a ring of four rows: the row table follows the slot's 512 bytes.
 SLOT_BYTES, ROW_BYTES, COLUMNS_AT = 512, 64, 768
@@ -38,13 +39,11 @@ class Shared:
 
     def reclaim(self) -> int:
         """Do the owner's part after a front has died; the rows that were lost between the two."""
-        self.alive.reclaim_front(1)
-        first = self.alive.lost()
-        self.alive.reclaim_front(1)
-        lost = [found for found in self.alive.lost() if found in first]
-        for found in lost:
-            assert self.alive.forgive(*found)
-        return sum(rows for _, _, rows in lost)
+        search = LostRows(self.alive, 1)
+        lost = search.look()
+        while search.suspected:
+            lost += search.look()
+        return lost
 
     def run(self) -> int:
         slot = self.worker.take()
@@ -93,6 +92,27 @@ def test_died_after_releasing_its_rows_and_before_counting_them():
     assert shared.reclaim() == 2
     assert shared.alive.describe(0)[0] == "done", "the living front still reads its rows"
     shared.alive.release(mine, 1)
+    assert shared.alive.outstanding() == 0
+
+
+def test_only_what_two_looks_find_the_same_was_lost():
+    """A living front in the middle of a reserve looks as one that died there, at one look."""
+    shared = Shared()
+    mine, theirs = commit(shared.alive, 1), shared.dying.reserve(1)
+    late = shared.alive.reserve(1)
+    shared.set_row(theirs, EMPTY, 0, front=0)
+    shared.set_row(late, EMPTY, 0, front=0)
+    search = LostRows(shared.alive, 1)
+    assert search.look() == 0
+    assert search.suspected
+    shared.set_row(late, RESERVED, 1, front=0)
+    assert search.look() == 0, "one row fewer than before"
+    assert search.look() == 1
+    assert not search.suspected
+    shared.alive.commit(late, 1)
+    shared.run()
+    for lease in (mine, late):
+        shared.alive.release(lease, 1)
     assert shared.alive.outstanding() == 0
 
 
