@@ -178,7 +178,7 @@ class ArrayReader:
             return short
         try:
             document = msgspec.json.decode(body or b"{}")
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return f"the body is not JSON: {words} at byte {fault.offset}"
         names = ", ".join(self._inputs)
         if not isinstance(document, dict):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import msgspec
 import pydantic
 import pytest
+from PIL import Image
 
 from fastserve.backends.script.json_body import BodyReader, write_json
 from fastserve.errors import Kind, ServeError
@@ -73,6 +74,9 @@ def test_good_ones_are_made() -> None:
     assert told == b'{"all":[{"name":"Ann","age":3},{"x":0.5},{"begin":1,"end":2},"red"]}'
 
 
+def picture(image: Image.Image) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("function", "body", "said"),
     [
@@ -93,6 +97,9 @@ def test_good_ones_are_made() -> None:
         (mixed, GOOD.replace(b'"width": 1', b'"width": "1"'), "at `$.box.width`"),
         (mixed, GOOD.replace(b'"red"', b'"blue"'), "Invalid enum value 'blue' - at `$.color`"),
         (mixed, GOOD.replace(b'"a"', b'"c"'), "at `$.how`"),
+        (one, b'{"name": "\xfe", "age": 1}', "the body is not UTF-8, at byte "),
+        (people, b'{"people": [{"name": "\xe2\x82"}]}', "the body is not UTF-8, at byte "),
+        (picture, b'{"image": "aGVsbG8="}', "no image that can be read: UnidentifiedImageError - at `$.image`"),
     ],
 )
 def test_an_error_names_field_and_place(function: Callable[..., Any], body: bytes, said: str) -> None:

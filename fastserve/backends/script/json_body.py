@@ -96,7 +96,7 @@ class BodyReader:
                 more = {name: value for name, value in found.items() if name not in self._names}
                 own = {name: value for name, value in found.items() if name in self._names}
                 found = msgspec.convert(own, self._struct, dec_hook=_decode)
-        except (msgspec.DecodeError, RecursionError) as fault:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
             raise _refusal(fault) from None
         values = msgspec.structs.asdict(found)
         positional = tuple(values.pop(name) for name in self._positional)
@@ -128,7 +128,7 @@ class BodyReader:
             return (self._default,), {}
         try:
             value = self._decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError) as fault:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
             raise _refusal(fault) from None
         return (value,), {}
 
@@ -200,6 +200,8 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def _refusal(fault: BaseException) -> ServeError:
     if isinstance(fault, RecursionError):
         return invalid("the body is nested too deeply")
+    if isinstance(fault, UnicodeDecodeError):
+        return invalid(f"the body is not UTF-8, at byte {fault.start}")
     return invalid(f"the body does not fit: {str(fault)[:_TEXT_MAX]}")
 
 
@@ -213,7 +215,11 @@ def _decode(kind: type, value: Any) -> Any:
     if kind.__module__.startswith("PIL."):
         from PIL import Image
 
-        return Image.open(io.BytesIO(value if isinstance(value, bytes) else decode_base64(value)))
+        data = value if isinstance(value, bytes) else decode_base64(value)
+        try:
+            return Image.open(io.BytesIO(data))
+        except (OSError, SyntaxError, Image.DecompressionBombError) as fault:
+            raise ValueError(f"no image that can be read: {type(fault).__name__}") from None
     if kind is File:
         return value if isinstance(value, File) else File(decode_base64(value), "", _type_of_data(value))
     raise NotImplementedError(f"{kind.__name__} cannot be made from JSON")
