@@ -176,7 +176,7 @@ debug: build
 	cp -r tests bench ext pyproject.toml $(DEBUG_TREE)
 	cd $(DEBUG_TREE) && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		$(CURDIR)/$(BIN)/python -m pytest tests/ext --timeout 600 -o faulthandler_timeout=2400 $(ARGS)
+		$(CURDIR)/$(BIN)/python -m pytest tests/ext tests/fuzz/test_parsers.py --timeout 600 -o faulthandler_timeout=2400 $(ARGS)
 
 # TRITON: a command that starts one, given REPOSITORY --http PORT --grpc PORT --metrics PORT.
 differential: build

@@ -151,3 +151,24 @@ def test_classes_named_for_authors_exist(name: str) -> None:
     named = {word for text in texts for word in re.findall(r"(?<![\w./*:-])[A-Z][a-z]\w*(?![\w/-])", text)}
     own = {word for text in code for word in re.findall(r"^class (\w+)", text, re.M)}
     assert not named - own - defined_names()
+
+
+def test_each_threat_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    section = page.split("\n## Threats\n")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in row.strip("|").split(" | ")]
+        for row in section.splitlines()
+        if row.startswith("| ")
+    ]
+    rows = [row for row in rows if row[0] != "who"]
+    assert len(rows) > 35
+    shown = ""
+    for row in rows:
+        assert len(row) == 4, row
+        shown = shown if row[3] == "the same" else row[3]
+        files = re.findall(r"`(tests/[\w/]+\.py)`", shown)
+        missing = [file for file in files if not (ROOT / file).exists()]
+        assert files or re.match(r"decision \d{4}", shown), row
+        assert missing == [], row
+    assert len({(row[0], row[1]) for row in rows}) == len(rows)

@@ -507,7 +507,7 @@ class LostRows:
 
     Rows that a living process is about to account for look the same, for much less than RECLAIM_AGAIN_S. So
     a suspected batch is sealed, and goes on without the rows once two looks find the same number of them and
-    the batch unchanged: a living process would have changed it in between. tests/exhaustive tries every order.
+    the batch unchanged: a living process would have changed it meanwhile. tests/exhaustive tries every order.
     """
 
     def __init__(self, ring: BatchRing, front: int) -> None:

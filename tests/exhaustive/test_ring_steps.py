@@ -1,7 +1,7 @@
-"""Every order of the steps of two producers, a worker and an owner over a batch ring, with a death at any of them.
+"""Every order of the steps of two producers, a worker and an owner over a batch ring, with a death at any.
 
-What runs is the code of ext/include itself: `ring_actors.cpp` is compiled so that each of its loads, stores and
-compare-and-swaps stops, and `stepper.cpp` searches all orders of them (decision 0040). A run says that no row
+What runs is the code of ext/include itself: `ring_actors.cpp` is compiled so that each load, store and
+compare-and-swap stops, and `stepper.cpp` searches all orders of them (decision 0040). A run says that no row
 is given to two, no caller gets another's answer, nobody waits for ever and every slot comes back, or shows
 the steps that lead elsewhere. The same search finds the defects below, put into the code on purpose.
 """
@@ -82,9 +82,9 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     return Search(tmp_path_factory.mktemp("search"))
 
 
-# Where not said otherwise: two slots of two rows, each producer asks once for a row and waits for the answer, no
-# messages (who waits for a state is let go on once it is so), stops at every atomic access and any number of
-# switches between actors. `switches` bounds those away from an actor that could go on; deaths cost none.
+# Where not said otherwise: two slots of two rows, each producer asks once for a row and waits for the answer,
+# no messages (who waits for a state is let go on once it is so), stops at every atomic access, any number
+# of switches between actors. `switches` bounds those away from an actor that could go on; deaths cost none.
 SHORT: dict[str, dict[str, int]] = {
     "nobody dies, every order": {},
     "one producer and its worker, with messages, either may die, every order": {
@@ -108,7 +108,9 @@ LONG: dict[str, dict[str, int]] = {
     "one abandons its rows": {"gives_up1": 1, "deaths": 7, "switches": 3},
     "a full batch": {"rows0": 2, "deaths": 7, "switches": 3},
     "three rows, two requests": {"max_rows": 3, "requests0": 2, "deaths": 7, "switches": 2},
-    "abandoned again and again": {"max_rows": 3, "requests0": 3, "gives_up0": 1, "deaths": SECOND, "switches": 3},
+    "abandoned again and again": {
+        "max_rows": 3, "requests0": 3, "gives_up0": 1, "deaths": SECOND, "switches": 3,
+    },
     "slots go on to other requests": {"requests0": 2, "gives_up1": 2, "deaths": 7, "switches": 3},
     "with messages, anybody may die": {"words": 1, "deaths": 7, "switches": 2},
     "with messages, one drops": {"words": 1, "gives_up1": 2, "deaths": 7, "switches": 2},
@@ -149,68 +151,86 @@ class Wrong(NamedTuple):
     broken: str
 
 
+CAS = "return __atomic_compare_exchange_n(at, expected, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE);"
+CAS_END = "\n}\nstatic inline bool swap_row"
+TWO_STEPS = """
+    uint64_t now = load64(at);
+    if (now != *expected) {
+        *expected = now;
+        return false;
+    }
+    __atomic_store_n(at, wanted, __ATOMIC_SEQ_CST);
+    return true;"""
+COMMITS = "    __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);\n"
+SETTLES = "    slot_settle(a, s, rows);\n"
+WRITES = "    ring->entries[tail & (capacity - 1)] = *message;\n"
+SHOWS = "    __atomic_store_n(&ring->tail, tail + 1, __ATOMIC_RELEASE);\n"
+PUSHES = "    bool sent = message_push(ring_of(a, worker, front), a->ring_capacity, message);\n"
+FLAGS = "    FrontFlags *flags = &a->header->front[front];\n"
+RINGS = "    if (flag_exchange(&flags->rung, 1) == 0 && doorbell >= 0)\n        doorbell_ring(doorbell);\n"
+FREED = "make_word(word_generation(w) + 1, NO_WORKER, SLOT_FREE"
+LOOKS_AGAIN = "slot_take() only acquires\n    slot = slot_take(a, worker, &due);"
+LOST_RACE = "if (!swap_word(&a->header->open, &seen, pointer)"
+CLOSES = " && !slot_close(slot_at(a, i), opened))\n            slot_seal(a, i);"
+FREES = ")\n            __atomic_store_n(&slot_at(a, i)->word, word_freed(opened), __ATOMIC_SEQ_CST);"
 ALL = "a caller waits for ever|a slot never comes back"
+ANOTHERS = "a caller cannot tell that the answer is its own|" + ALL
 WRONG: dict[str, Wrong] = {
     "check and set are two steps": Wrong(
-        "arena.h",
-        "return __atomic_compare_exchange_n(at, expected, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE);\n"
-        "}\nstatic inline bool swap_row",
-        "uint64_t now = load64(at);\n    if (now != *expected) {\n        *expected = now;\n        return false;\n    }\n    __atomic_store_n(at, wanted, __ATOMIC_SEQ_CST);\n"
-        "    return true;\n}\nstatic inline bool swap_row",
-        {"switches": 2},
-        "a row was given to two|a caller cannot tell that the answer is its own|" + ALL,
+        "arena.h", CAS + CAS_END, TWO_STEPS + CAS_END, {"switches": 2}, "a row was given to two|" + ANOTHERS
     ),
     "the generation stays": Wrong(
-        "arena.h", "make_word(word_generation(w) + 1, NO_WORKER, SLOT_FREE", "make_word(word_generation(w), NO_WORKER, SLOT_FREE",
-        {"requests0": 2, "gives_up1": 2, "switches": 2}, "a caller cannot tell that the answer is its own|" + ALL,
+        "arena.h",
+        FREED,
+        FREED.replace(" + 1", ""),
+        {"requests0": 2, "gives_up1": 2, "switches": 2},
+        ANOTHERS,
     ),
     "rows are settled before they are written": Wrong(
-        "slots.h",
-        "    __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);\n    slot_settle(a, s, rows);",
-        "    slot_settle(a, s, rows);\n    __atomic_store_n(&row->state, (uint32_t)ROW_COMMITTED, __ATOMIC_RELEASE);",
-        {"switches": 2}, ALL,
+        "slots.h", COMMITS + SETTLES, SETTLES + COMMITS, {"switches": 2}, ALL
     ),
     "a message is shown before it is written": Wrong(
-        "message.h",
-        "    ring->entries[tail & (capacity - 1)] = *message;\n    __atomic_store_n(&ring->tail, tail + 1, __ATOMIC_RELEASE);",
-        "    __atomic_store_n(&ring->tail, tail + 1, __ATOMIC_RELEASE);\n    ring->entries[tail & (capacity - 1)] = *message;",
-        {"words": 1, "requests1": 0, "every_access": 1}, ALL,
+        "message.h", WRITES + SHOWS, SHOWS + WRITES, {"words": 1, "requests1": 0, "every_access": 1}, ALL
     ),
     "the doorbell rings before the message is there": Wrong(
         "notify.h",
-        "    bool sent = message_push(ring_of(a, worker, front), a->ring_capacity, message);\n"
-        "    FrontFlags *flags = &a->header->front[front];",
-        "    FrontFlags *flags = &a->header->front[front];\n"
-        "    if (flag_exchange(&flags->rung, 1) == 0 && doorbell >= 0)\n        doorbell_ring(doorbell);\n"
-        "    bool sent = message_push(ring_of(a, worker, front), a->ring_capacity, message);\n    return sent;",
-        {"words": 1, "requests1": 0}, ALL,
+        PUSHES + FLAGS,
+        FLAGS + RINGS + PUSHES + "    return sent;\n",
+        {"words": 1, "requests1": 0},
+        ALL,
     ),
     "a worker sleeps without a second look": Wrong(
-        "notify.h",
-        "    __atomic_thread_fence(__ATOMIC_SEQ_CST);    // slot_take() only acquires\n    slot = slot_take(a, worker, &due);",
-        "    due = 0;",
-        {"words": 1, "requests1": 0}, ALL,
+        "notify.h", LOOKS_AGAIN, "\n    due = 0;", {"words": 1, "requests1": 0}, ALL
     ),
     "a lost race closes a slot that somebody is in": Wrong(
         "slots.h",
-        "if (!swap_word(&a->header->open, &seen, pointer) && !slot_close(slot_at(a, i), opened))\n            slot_seal(a, i);",
-        "if (!swap_word(&a->header->open, &seen, pointer))\n"
-        "            __atomic_store_n(&slot_at(a, i)->word, word_freed(opened), __ATOMIC_SEQ_CST);",
-        {"switches": 3, "rows0": 2, "rows1": 2, "requests0": 2}, "a row was given to two|" + ALL,
+        LOST_RACE + CLOSES,
+        LOST_RACE + FREES,
+        {"switches": 3, "rows0": 2, "rows1": 2, "requests0": 2},
+        "a row was given to two|" + ALL,
     ),
     "nobody is told after a worker's death": Wrong(
-        "ring_actors.cpp", "        request_rescan(a, front_bells, ~(uint64_t)0);\n", "",
-        {"words": 1, "requests1": 0, "deaths": WORKER}, ALL,
+        "ring_actors.cpp",
+        "        request_rescan(a, front_bells, ~(uint64_t)0);\n",
+        "",
+        {"words": 1, "requests1": 0, "deaths": WORKER},
+        ALL,
     ),
     "a front's remains are taken for its own in another's batch": Wrong(
-        "reclaim.h", "if (state != ROW_EMPTY && state != ROW_DROPPED && ", "if (state != ROW_EMPTY && ",
-        {"gives_up1": 2, "deaths": SECOND, "switches": 2}, "a caller cannot tell that the answer is its own",
+        "reclaim.h",
+        "if (state != ROW_EMPTY && state != ROW_DROPPED && ",
+        "if (state != ROW_EMPTY && ",
+        {"gives_up1": 2, "deaths": SECOND, "switches": 2},
+        ANOTHERS,
     ),
     "rows are lost that were found once": Wrong(
-        "ring_actors.cpp", "number == 1 || before.rows != now.rows || before.word != now.word", "false",
-        {"deaths": SECOND, "switches": 4}, ALL,
+        "ring_actors.cpp",
+        "number == 1 || before.rows != now.rows || before.word != now.word",
+        "false",
+        {"deaths": SECOND, "switches": 4},
+        ALL,
     ),
-}  # fmt: skip
+}
 FEW = ("check and set are two steps", "a front's remains are taken for its own in another's batch")
 
 
@@ -221,7 +241,7 @@ def pick(names: Callable[[str], bool]) -> list[str]:
 def check_found(search: Search, name: str) -> None:
     wrong = WRONG[name]
     found = search.run(wrong.scenario, name, wrong.file, wrong.text, wrong.wrong)
-    assert found.broken in wrong.broken.split("|") and found.broken, found
+    assert found.broken in wrong.broken.split("|"), found
     assert found.steps
 
 

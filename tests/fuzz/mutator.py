@@ -20,23 +20,28 @@ GROWN = 64  # of so many inputs one is made large
 
 PIECES: dict[str, tuple[bytes, ...]] = {
     "json": (
-        b"[", b"]", b"{", b"}", b'"', b":", b",", b"\\", b"\\u00e9", b"\\ud800", b"\\", b"null", b"true", b"NaN",
-        b"-Infinity", b"-", b"0", b"1e400", b"1e-400", b"0.1", b"18446744073709551616", b'""', b"[]", b"{}", b"[[[[[[[[",
-        b"\xff", b"\x00", b"\xed\xa0\x80", b"\xf0\x9f\x98\x80", b" ", b"\n", b'"shape"', b'"data"', b'"b64"', b'"datatype"',
-        b'"parameters"', b'"binary_data_size"', b'"name":"x",', b'"inputs":[', b'"instances":', b'"stop":',
+        b"[", b"]", b"{", b"}", b'"', b":", b",", b"\\", b"\\u00e9", b"\\ud800", b"\\", b"null", b"true",
+        b"NaN", b"-Infinity", b"-", b"0", b"1e400", b"1e-400", b"0.1", b"18446744073709551616", b'""',
+        b"[]", b"{}", b"[[[[[[[[", b"\xff", b"\x00", b"\xed\xa0\x80", b"\xf0\x9f\x98\x80", b" ", b"\n",
+        b'"shape"', b'"data"', b'"b64"', b'"datatype"', b'"parameters"', b'"binary_data_size"',
+        b'"name":"x",', b'"inputs":[', b'"instances":', b'"stop":',
     ),
     "proto": (
-        b"\x00", b"\x7f", b"\x80", b"\xff", b"\xff\xff\xff\xff\x0f", b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
-        b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x02", b"\x0a\x00", b"\x12\x02\x0a\x00",
-        b"\x2a\x00", b"\x3a\x00", b"\x0b", b"\x0c", b"\x13\x14", b"\x08\x01", b"\x0d\0\0\0\0", b"\x09\0\0\0\0\0\0\0\0",
-        b"\x22\x04\0\0\x80\x7f", b"\x80\x80\x80\x80\x10",
+        b"\x00", b"\x7f", b"\x80", b"\xff", b"\xff\xff\xff\xff\x0f",
+        b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+        b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x02", b"\n\x00", b"\x12\x02\n\x00", b"*\x00", b":\x00",
+        b"\x0b", b"\x0c", b"\x13\x14", b"\x08\x01", b"\r\x00\x00\x00\x00",
+        b"\t\x00\x00\x00\x00\x00\x00\x00\x00", b'"\x04\x00\x00\x80\x7f', b"\x80\x80\x80\x80\x10",
     ),
     "frames": (
-        b"\x00\x00\x00", b"\x00\x40\x00", b"\xff\xff\xff", b"\x00", b"\x01", b"\x03", b"\x04", b"\x05", b"\x08", b"\x09", b"\x25",
-        b"\x00\x00\x00\x01", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", b"\x82", b"\x86", b"\xbe", b"\xff\x80\x80\x80\x80\x10", b"\x3f\xe1\xff\x03",
-        b"\x40\x01a\x01b", b"\x10\x81\xff", b"\x20",
+        b"\x00\x00\x00", b"\x00@\x00", b"\xff\xff\xff", b"\x00", b"\x01", b"\x03", b"\x04", b"\x05",
+        b"\x08", b"\t", b"%", b"\x00\x00\x00\x01", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", b"\x82",
+        b"\x86", b"\xbe", b"\xff\x80\x80\x80\x80\x10", b"?\xe1\xff\x03", b"@\x01a\x01b", b"\x10\x81\xff",
+        b" ",
     ),
-    "text": ("é".encode(), "\U0001f600".encode(), b"\xff", b"stop", b"\n", b"</s>", b"st", b"op", b"\0"),
+    "text": (
+        b"\xc3\xa9", b"\xf0\x9f\x98\x80", b"\xff", b"stop", b"\n", b"</s>", b"st", b"op", b"\x00",
+    ),
 }  # fmt: skip
 
 

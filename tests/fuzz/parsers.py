@@ -1,8 +1,8 @@
 """Each compiled parser of bytes that a client, or a process less trusted, sends; and what one call costs.
 
-    cost = PARSERS["infer_json"].measure(data)          CPU seconds, peak bytes of Python's memory, the outcome
+cost = PARSERS["infer_json"].measure(data)          CPU seconds, peak bytes of Python's memory, the outcome
 
-    python -m tests.fuzz.parsers SECONDS        fuzzes, and keeps inputs with an outcome that is new
+python -m tests.fuzz.parsers SECONDS        fuzzes, and keeps inputs with an outcome that is new
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _http2_frames(data: bytes) -> int:
 
 
 def _request_template(data: bytes) -> int:
-    """A template of the request, as if each of its tensors were one float32 a row; and the request read by it."""
+    """A template of the request, each of its tensors one float32 a row, and the request read by it."""
     made, tensors = [], 0
     for kind, first, last, number in find_placeholders(data):
         unit = {"id": 0, "size": 4}.get(kind, 1)
@@ -293,7 +293,11 @@ PARSERS: dict[str, Parser] = {
 
 def main(seconds: float) -> None:
     until, rng = time.monotonic() + seconds, random.Random(time.time_ns())
-    seen = {(name, parser.outcome(data)) for name, parser in PARSERS.items() for data in read_corpus(parser.corpus)}
+    seen = {
+        (name, parser.outcome(data))
+        for name, parser in PARSERS.items()
+        for data in read_corpus(parser.corpus)
+    }
     while time.monotonic() < until:
         for name, parser in PARSERS.items():
             for data in mutations(read_corpus(parser.corpus), parser.pieces, rng, 200):

@@ -28,12 +28,12 @@ ANSWER_S = 30.0
 SMALL = 40  # bytes of a filling
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 RPCS = shapes.rpcs()
-# Of the server's own doing, whatever a client sends. 501 is for what is not there or not allowed by the settings,
-# 503 for a model that an earlier request has unloaded, 505 for a version of HTTP.
+# Of the server's own doing, whatever a client sends. 501 is for what is not there or not allowed, 503 for a
+# model that an earlier request has unloaded, 505 for a version of HTTP.
 FAULTS = {500, 502, 504}
 # Triton answers 500 to a document that it cannot read, and so do its dialects, in its words.
 TRITONS = re.compile(
-    rb'"error":"(failed to (parse|get)|Unable to parse|unable to parse|attempt to|Cannot|(must|expected|missing))'
+    rb'"error":"(failed to (parse|get)|[Uu]nable to parse|attempt to|Cannot|must|expected|missing)'
 )
 # gRPC itself has INTERNAL for a message that cannot be decoded; here its words begin with `malformed`.
 GRPC_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
@@ -138,7 +138,9 @@ def http_fault(came: bytes) -> str:
     """Name a status that no input may cause; "" for none."""
     if TRITONS.search(came):
         return ""
-    return ", ".join(f"{code.decode()} {came[-200:]!r}" for code in STATUS.findall(came) if int(code) in FAULTS)
+    return ", ".join(
+        f"{code.decode()} {came[-200:]!r}" for code in STATUS.findall(came) if int(code) in FAULTS
+    )
 
 
 def http2_fault(came: bytes) -> str:
@@ -151,7 +153,9 @@ def http2_fault(came: bytes) -> str:
             kind == 3 and payload == INTERNAL_ERROR.to_bytes(4, "big")
         ):
             said.append("INTERNAL_ERROR")
-        if kind == 1 and payload[:1] == b"\x8e" and not TRITONS.search(came):  # :status 500 of the static table
+        if (
+            kind == 1 and payload[:1] == b"\x8e" and not TRITONS.search(came)
+        ):  # :status 500 of the static table
             said.append("500")
         at += 9 + size
     return ", ".join(said)

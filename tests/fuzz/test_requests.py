@@ -1,4 +1,4 @@
-"""Mutated requests of every dialect to a real server, over raw sockets: no fault of its own, and no cost beyond the bounds.
+"""Mutated requests of every dialect to a real server, over raw sockets: no fault of its own, within bounds.
 
 Each one is measured: 50 ms of the event loop, 1 s of CPU, ten times its bytes of memory and 20 MB (Costs). It
 may not cause a 500 or INTERNAL, a traceback in the log or a connection that is not ended, and afterwards a
