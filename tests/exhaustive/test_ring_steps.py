@@ -97,31 +97,26 @@ SHORT: dict[str, dict[str, int]] = {
     "slots go on to other requests": {"requests0": 2, "gives_up1": 2, "deaths": SECOND, "switches": 1},
     "a producer comes back": {"deaths": SECOND, "reborn": 1, "switches": 1},
 }  # fmt: skip
+# A death and one switch more are each five times as many states: without a bound there are over 40 million.
 LONG: dict[str, dict[str, int]] = {
-    "the first may die, every order": {"deaths": FIRST},
-    "the worker may die, every order": {"deaths": WORKER},
-    "one drops its request, every order": {"gives_up1": 2},
-    "one abandons its rows, every order": {"gives_up1": 1},
-    "two requests, every order": {"requests0": 2},
-    "anybody may die": {"deaths": 7, "switches": 3},
+    "anybody may die": {"deaths": 7, "switches": 4},
     "one drops its request": {"gives_up1": 2, "deaths": 7, "switches": 3},
-    "one abandons its rows": {"gives_up1": 1, "deaths": 7, "switches": 3},
+    "one abandons its rows": {"gives_up1": 1, "deaths": 7, "switches": 4},
     "a full batch": {"rows0": 2, "deaths": 7, "switches": 3},
     "three rows, two requests": {"max_rows": 3, "requests0": 2, "deaths": 7, "switches": 2},
     "abandoned again and again": {
         "max_rows": 3, "requests0": 3, "gives_up0": 1, "deaths": SECOND, "switches": 3,
     },
-    "slots go on to other requests": {"requests0": 2, "gives_up1": 2, "deaths": 7, "switches": 3},
+    "slots go on to other requests": {"requests0": 2, "gives_up1": 2, "deaths": 7, "switches": 2},
     "with messages, anybody may die": {"words": 1, "deaths": 7, "switches": 2},
     "with messages, one drops": {"words": 1, "gives_up1": 2, "deaths": 7, "switches": 2},
     "every access, anybody may die": {"every_access": 1, "deaths": 7, "switches": 2},
     "every access, one drops": {"every_access": 1, "gives_up1": 2, "deaths": 7, "switches": 2},
-    "every access, with messages": {"every_access": 1, "words": 1, "requests1": 0, "deaths": 5},
-    "told apart by whole stacks": {"whole_stacks": 1, "words": 1, "requests1": 0, "deaths": 5, "switches": 3},
-    "told apart by whole stacks, two": {"whole_stacks": 1, "deaths": 7, "switches": 2},
+    "every access, with messages, every order": {"every_access": 1, "words": 1, "requests1": 0, "deaths": 5},
+    "told apart by whole stacks": {"whole_stacks": 1, "deaths": 7, "switches": 2},
     "three slots": {"slots": 3, "deaths": 7, "switches": 2},
 }  # fmt: skip
-MOST_STATES = 100_000_000  # 1.6 GB
+MOST_STATES = 60_000_000  # 1 GB
 
 
 @pytest.mark.parametrize("name", SHORT)
