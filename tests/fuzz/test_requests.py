@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 import grpc
 import pytest
@@ -77,7 +76,7 @@ def check(costs: Costs, inputs: Iterable[Sent], send: Callable[[Sent], str]) -> 
 def test_http(costs: Costs, dialect: str, count: int) -> None:
     place = costs.server.http
     inputs = http_inputs(dialect, seeded(dialect, count), count)
-    check(costs, inputs, lambda sent: http_fault(converse(place, sent.data)))
+    check(costs, inputs, lambda sent: http_fault(sent, converse(place, sent.data)))
 
 
 @pytest.mark.parametrize("count", TIMES)
@@ -85,7 +84,7 @@ def test_http(costs: Costs, dialect: str, count: int) -> None:
 def test_http2(costs: Costs, dialect: str, count: int) -> None:
     place = costs.server.http
     inputs = http2_inputs(dialect, seeded(f"2 {dialect}", count), 2 * count)
-    check(costs, inputs, lambda sent: http2_fault(converse(place, sent.data)))
+    check(costs, inputs, lambda sent: http2_fault(sent, converse(place, sent.data)))
 
 
 @pytest.mark.parametrize("count", TIMES)
@@ -98,6 +97,6 @@ def test_grpc(costs: Costs, service: str, count: int) -> None:
 
 @pytest.mark.parametrize("count", TIMES)
 def test_frames_of_grpc(costs: Costs, count: int) -> None:
-    send = partial(converse, costs.server.http)
+    place = costs.server.http
     inputs = grpc_frames(seeded("frames", count), 20 * count)
-    check(costs, inputs, lambda sent: http2_fault(send(sent.data)))
+    check(costs, inputs, lambda sent: http2_fault(sent, converse(place, sent.data)))
