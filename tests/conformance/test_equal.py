@@ -40,11 +40,15 @@ def test_both_paths_answer_alike(rig: Rig, way: Way, form: str) -> None:
     models = [f"{form}-{path}" for path in PATHS]
 
     async def work() -> None:
+        line = await way.open(rig)
         for fast, slow in zip(*(good_ones(way, model) for model in models), strict=True):
-            wanted = await way.ask(rig, slow)
+            line.send(slow)
+            wanted = await line.reply()
             assert wanted.status == way.status("OK"), wanted
             for _ in range(3):
-                assert (await way.ask(rig, fast)).raw == of_slow(wanted.raw)
+                line.send(fast)
+                assert (await line.reply()).raw == of_slow(wanted.raw)
+        line.leave()
         for fast, slow in zip(*(wrong_ones(way, model, form) for model in models), strict=True):
             wanted = await way.ask(rig, slow)
             for _ in range(2):
