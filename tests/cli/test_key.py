@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from fastserve.cli import main
 from fastserve.errors import ConfigError
 from fastserve.settings import key_file
+from fastserve.settings.config_files import parse_yaml
 from fastserve.settings.key_file import KEY, changing, make_key, read_keys
-from fastserve.settings.yaml_text import parse_yaml
 
 
 def key(*arguments: str, status: int = 0) -> str:
