@@ -30,8 +30,8 @@ ACCOUNT = ContextVar("account", default=None)
 
 
 cdef class Account:
-    """What one client has used in this front process since it was last moved on to counters. A subclass has `charge_rows`,
-    which is called where `charged`, and `board`, the numbers that fronts share."""
+    """What one client has used in this front process since it was last moved on to counters. A subclass has `charge_rows`
+    and `has_rows`, which are called where `charged`, and `board`, the numbers that fronts share."""
 
     cdef public int64_t rows            # that were given to batches
     cdef public double compute_ns       # of those that have run: the batch's, by its rows
@@ -199,6 +199,8 @@ cdef class Lifecycle:
         """Take the request, or return False: nothing has happened then; the general path finds the words. Once its
         inputs are in their place it is taken, whatever follows."""
         try:
+            if self.accounted and not self.admits(exchange):
+                return False
             reserved = self.fill(prepared, source, request_id)
             if reserved is None:
                 return False
@@ -222,6 +224,13 @@ cdef class Lifecycle:
         except Exception as fault:
             self.failed(exchange, prepared, request_id, fault)
         return True
+
+    cpdef bint admits(self, exchange) except -1:
+        """Whether a request has room under the limit of rows of its account. One with a head was asked by its head."""
+        if hasattr(exchange, "head"):
+            return True
+        account = ACCOUNT.get()
+        return account is None or not (<Account?>account).charged or account.has_rows()
 
     cpdef tuple fill(self, prepared, source, request_id):
         """A lease with the inputs written; None when there is none, or they cannot be."""

@@ -173,6 +173,20 @@ class KeyUsage(Account):
         if self._limits.requests:
             share.requests.used.add(-(1 if share.whole else self._fronts) / self._limits.requests)
 
+    def check_rows(self) -> None:
+        """Raise RateLimitError where the rows of earlier requests have to be waited for."""
+        share = self._find()
+        if self._limits.rows:
+            self._look(share, "rows", self._limits.rows / (1 if share.whole else self._fronts))
+
+    def has_rows(self) -> bool:
+        """Return whether `check_rows` would let a request pass."""
+        try:
+            self.check_rows()
+        except RateLimitError:
+            return False
+        return True
+
     def charge_rows(self, rows: int) -> None:
         """Charge rows against their limit, which has to be there."""
         share = self._find()

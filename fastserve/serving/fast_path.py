@@ -167,7 +167,7 @@ class CachedPath(FastPath):
         deadline_ns: int = 0,
     ) -> bool:
         """Take the request, or return False: nothing has happened then."""
-        if prepared.outside:
+        if prepared.outside or (self.accounted and not self.admits(exchange)):
             return False
         try:
             return self._start(exchange, prepared, source, request_id, deadline_ns)

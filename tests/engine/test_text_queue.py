@@ -616,8 +616,7 @@ def test_the_last_slots_are_for_accounts_that_have_few(tmp_path):
                 with working_for(team):
                     return at.ask(version, [1], max_new_tokens=10**6)
 
-            asked = [ask(few)]
-            asked += [ask(many) for _ in range(13)]
+            asked = [ask(few), *(ask(many) for _ in range(16 - 3))]
             with pytest.raises(ServeError, match="queue of this model is full"):
                 ask(many)
             asked += [ask(few), ask(few)]

@@ -184,11 +184,11 @@ def message_of(rows: int) -> bytes:
 
 @pytest.mark.parametrize("path", ["fast", "general", "split", "tfserving", "grpc"])
 def test_rows_are_limited_and_counted_on_every_path(tmp_path: Path, path: str) -> None:
-    """A second's worth and one row more are let in one after the other; then the key has to wait."""
+    """The first request is more than a second's worth: it is served, and the next one has to wait."""
     write_model(tmp_path)
     keys = Keys(tmp_path)
     rows = {"split": 10}.get(path, 2)
-    limited = add(keys.path, "k", rows_per_second=(2 * rows + 1) / 3600)  # one request, and two, are debts
+    limited = add(keys.path, "k", rows_per_second=rows / 3600)
     free = add(keys.path, "free")
 
     async def work() -> None:
@@ -230,6 +230,29 @@ def test_rows_are_limited_and_counted_on_every_path(tmp_path: Path, path: str) -
             assert (counted["k"], counted["free"]) == (rows, 4 * rows)
             assert 0 < compute["k"] < 60
             assert compute["free"] > 0
+
+    run(work())
+
+
+def test_each_message_of_a_stream_has_rows(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+    limited = add(keys.path, "k", rows_per_second=5 / 3600)
+    free = add(keys.path, "free")
+
+    async def work() -> None:
+        async with serving(tmp_path, keys, load_models=("*",)) as server:
+            place = "{}:{}".format(*server.front.grpc[1].address)
+            answer_of = load("kserve_v2").ModelStreamInferResponse.FromString
+            async with grpc.aio.insecure_channel(place) as channel:
+                for headers, wanted in ((free, [""] * 6), (limited, ["", *["rows"] * 5])):
+                    call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+                    stream = call(metadata=tuple(headers.items()), timeout=60)
+                    for text in wanted:
+                        await stream.write(message_of(2))
+                        found = answer_of(await stream.read()).error_message
+                        assert (text in found, bool(found)) == (True, bool(text)), found
+                    await stream.done_writing()
 
     run(work())
 
