@@ -574,13 +574,32 @@ def test_tokens_are_charged_to_their_account_as_they_come(tmp_path, monkeypatch)
     run(work())
 
 
+HOLDING = """
+import itertools, os
+
+class Model:
+    info = {"tokenizer": "", "eos_ids": [999]}
+
+    def __init__(self, config):
+        self.go = config["parameters"]["go"]
+
+    def generate(self, request):
+        yield 1
+        while request.ids[0] == 0 and not os.path.exists(self.go):
+            yield None
+        yield from itertools.count(1)
+"""
+
+
 def test_waiting_sequences_of_accounts_take_turns_by_weight(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
-            version = await at.load_code(COUNTING, text={"max_sequences": 1, "max_waiting": 60})
+            go = tmp_path / "go"
+            text = {"max_sequences": 1, "max_waiting": 60}
+            version = await at.load_code(HOLDING, text=text, parameters={"go": str(go)})
             board = ShareBoard(0)
             heavy, light, late = Team("heavy", board, 3.0), Team("light", board), Team("late", board)
-            first = at.ask(version, [0], max_new_tokens=10**6)
+            first = at.ask(version, [0], max_new_tokens=2)
             await first.until(1)
             ended: list[str] = []
             waiting = []
@@ -594,7 +613,7 @@ def test_waiting_sequences_of_accounts_take_turns_by_weight(tmp_path):
                     with working_for(team):
                         heard = at.ask(version, [1], max_new_tokens=2)
                     waiting.append(asyncio.ensure_future(note(team.name, heard)))
-            first.run.cancel()
+            go.touch()
             await asyncio.gather(*waiting)
             for count in range(5, 40):
                 shares = Counter(ended[:count])
@@ -608,13 +627,14 @@ def test_waiting_sequences_of_accounts_take_turns_by_weight(tmp_path):
 def test_the_last_slots_are_for_accounts_that_have_few(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
-            version = await at.load_code(COUNTING, text={"max_sequences": 1, "max_waiting": 15})
+            text, parameters = {"max_sequences": 1, "max_waiting": 15}, {"go": str(tmp_path / "go")}
+            version = await at.load_code(HOLDING, text=text, parameters=parameters)
             board = ShareBoard(0)
             many, few = Team("many", board), Team("few", board)
 
             def ask(team: Team) -> Heard:
                 with working_for(team):
-                    return at.ask(version, [1], max_new_tokens=10**6)
+                    return at.ask(version, [0], max_new_tokens=2)
 
             asked = [ask(few), *(ask(many) for _ in range(16 - 3))]
             with pytest.raises(ServeError, match="queue of this model is full"):
