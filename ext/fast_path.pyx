@@ -77,6 +77,7 @@ cdef class TicketTable:
     cdef public Account newest                  # whose rows came last
     cdef public int64_t mixed_ns                # when an account came that was not the one before; 0: never
     cdef public int64_t look_ns                 # when `look_around` is due: whether several accounts send requests
+    cdef int64_t clock_ns                       # of the request that is being submitted; 0: nobody has looked
 
     def __init__(self, ring, slots: int) -> None:
         self.ring, self.room, self.wake_handle = ring, None, None
@@ -112,7 +113,8 @@ cdef class TicketTable:
 
     cdef note(self, Account account, uint32_t rows):
         """Rows of an account are in a batch."""
-        cdef int64_t now_ns = <int64_t>monotonic_ns()
+        cdef int64_t now_ns = self.clock_ns if self.clock_ns else <int64_t>monotonic_ns()
+        self.clock_ns = 0
         account.rows += rows
         if account.charged:
             account.charge_rows(rows)
@@ -170,12 +172,6 @@ cdef class TicketTable:
             self.undelivered()
 
 
-cdef object account_of(exchange):
-    """The account of a request: its head's, or that of the stream that it came in."""
-    head = getattr(exchange, "head", None)
-    return ACCOUNT.get() if head is None else head.usage
-
-
 cdef class Lifecycle:
     """One version's requests from start to end. `refusals`: the exceptions that a client may read. A subclass has
     `respond`, for answers without a writer, `answer_later`, for large ones, `refuse`, and `failed`, for what nobody foresaw;
@@ -186,6 +182,7 @@ cdef class Lifecycle:
     cdef readonly object decoded
     cdef bint replies
     cdef public bint accounted          # requests have accounts: those of their heads
+    cdef Account account                # of the request that is being started
 
     def __init__(self, queue, refusals: type, metrics: tuple, answered, bint replies=False) -> None:
         """`metrics`: what counts a request, and what observes how long it, its reading and its writing took;
@@ -199,7 +196,7 @@ cdef class Lifecycle:
         """Take the request, or return False: nothing has happened then; the general path finds the words. Once its
         inputs are in their place it is taken, whatever follows."""
         try:
-            if self.accounted and not self.admits(exchange):
+            if self.accounted and not self.find_account(exchange):
                 return False
             reserved = self.fill(prepared, source, request_id)
             if reserved is None:
@@ -225,12 +222,18 @@ cdef class Lifecycle:
             self.failed(exchange, prepared, request_id, fault)
         return True
 
-    cpdef bint admits(self, exchange) except -1:
-        """Whether a request has room under the limit of rows of its account. One with a head was asked by its head."""
-        if hasattr(exchange, "head"):
+    def admits(self, exchange) -> bool:
+        """Whether the account of a request has room for its rows. `submit` follows, for that account."""
+        return self.find_account(exchange)
+
+    cdef bint find_account(self, exchange) except -1:
+        """Find the account of a request: its head's, or that of the stream it came in, whose rows nobody has asked for."""
+        head = getattr(exchange, "head", None)
+        if head is not None:
+            self.account = head.usage
             return True
-        account = ACCOUNT.get()
-        return account is None or not (<Account?>account).charged or account.has_rows()
+        self.account = ACCOUNT.get()
+        return self.account is None or not self.account.charged or self.account.has_rows()
 
     cpdef tuple fill(self, prepared, source, request_id):
         """A lease with the inputs written; None when there is none, or they cannot be."""
@@ -256,10 +259,13 @@ cdef class Lifecycle:
         try:
             if (<tuple?>reserved[2])[0]:
                 prepared.layout_in.settle(reserved)
-            ticket = self.queue.submit(
-                reserved[0], prepared.rows, self, deadline_ns, (exchange, prepared, request_id, held),
-                account_of(exchange) if self.accounted else None,
-            )
+            context = exchange, prepared, request_id, held
+            if self.accounted:
+                account, self.account = self.account, None
+                (<TicketTable?>self.queue).clock_ns = 0 if account is None else now_ns
+                ticket = self.queue.submit(reserved[0], prepared.rows, self, deadline_ns, context, account)
+            else:
+                ticket = self.queue.submit(reserved[0], prepared.rows, self, deadline_ns, context)
         except BaseException:
             prepared.layout_in.abandon(reserved, prepared.rows)
             if held is not None:
