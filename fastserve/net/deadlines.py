@@ -5,7 +5,7 @@
     grpc-timeout: 800m                         gRPC's own (grpc.metadata)
 
 They are read once for each head. Of several the shortest counts, also of several headers of one name. A call
-whose time is up is answered here, whatever its endpoint does, which learns of it as of a client that leaves.
+whose time is up is answered here, whatever its endpoint does. The endpoint sees a client that has left.
 The engine has the same time, and drops what waits.
 """
 

@@ -15,6 +15,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 from fastserve.errors import ServeError, internal
+from fastserve.net.deadlines import GRACE_NS
 from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,9 @@ class Timed(Protocol):
 
 
 def deadline_of(rpc: Timed) -> int:
-    """When the client's time is up, as time.monotonic_ns counts; 0 for never."""
+    """Until when the engine may work for a client, as time.monotonic_ns counts; 0 for ever."""
     left_s = rpc.seconds_left()
-    return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9)
+    return 0 if left_s is None else monotonic_ns() + int(left_s * 1e9) + GRACE_NS
 
 
 def internal_error(exchange: object, error: Exception) -> ServeError:

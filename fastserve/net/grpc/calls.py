@@ -236,7 +236,8 @@ class GrpcCall(CallPath):
         return self.head.metadata
 
     def seconds_left(self) -> float | None:
-        return max(0.0, (self.deadline_ns - monotonic_ns()) / 1e9) if self.deadline_ns else None
+        left_ns = self.deadline_ns - GRACE_NS - monotonic_ns()
+        return max(0.0, left_ns / 1e9) if self.deadline_ns else None
 
     def set_trailing(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         write_metadata(metadata)  # raises here, where it was given
@@ -675,7 +676,7 @@ class GrpcCalls(CallsPath):
         head = call.head
         if call.deadline_ns:
             self.deadlines.add(call, call.deadline_ns)
-            call.deadline_ns += GRACE_NS
+            call.deadline_ns += GRACE_NS  # from here on it is the engine's
         if head.names:
             call.name_request()
         if head.epoch != self.epoch:
