@@ -23,7 +23,9 @@ input { font: inherit; width: 100%; box-sizing: border-box; padding: .4rem; marg
 button { font: inherit; padding: .3rem 1rem; }
 :root { color-scheme: light dark; }
 """
+# In a function: its names must not meet those of the page that it loads.
 SCRIPT = """
+(() => {
 "use strict";
 const form = document.getElementById("form"), state = document.getElementById("state");
 const plain = window.fetch.bind(window);
@@ -70,6 +72,7 @@ form.addEventListener("submit", (event) => {
   key = form.elements.key.value.trim();
   show().catch((error) => { state.textContent = error.message || "The page could not be shown."; });
 });
+})();
 """
 PAGE = f"""<!doctype html>
 <html lang="en">

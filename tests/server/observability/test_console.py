@@ -14,6 +14,7 @@ import pytest
 from fastserve.dialects.admin import console
 from fastserve.dialects.admin import numbers as numbers_module
 from fastserve.dialects.admin.console import NEAR
+from fastserve.settings.key_file import changing, make_key
 from tests import chromium
 from tests.certificates import issue
 from tests.chromium import Chromium
@@ -21,6 +22,7 @@ from tests.running import FREE, Running
 from tests.server.rig import Served, run, serving, write_model
 
 BROWSER_S = 100.0
+LOOKS = "performance.getEntriesByType('resource').filter((e) => e.name.includes('/console/rows')).length"
 in_chromium = pytest.mark.skipif(
     chromium.FOUND is None, reason="no chromium: the page was not shown by a browser"
 )
@@ -376,5 +378,50 @@ def test_a_browser_shows_shared_workers_and_when_the_certificate_ends(tmp_path: 
             )
             await page.until("/certificateends in \\d+ /.test(document.querySelector('#server').textContent)")
             assert page.said == []
+
+    run(main(), BROWSER_S)
+
+
+@in_chromium
+def test_a_browser_shows_it_to_who_has_a_key(tmp_path: Path) -> None:
+    """The page asks for a key, refuses wrong ones, and then loads and refreshes with it; nothing keeps it."""
+    write_model(tmp_path / "models")
+    given: dict[str, str] = {"wrong": make_key("gone", ("metrics",))[0]}
+    with changing(tmp_path / "keys.yaml") as entries:
+        for name, scopes in (("few", ("infer",)), ("all", ("metrics", "metadata", "infer"))):
+            given[name], entry = make_key(name, scopes)
+            entries.append(entry)
+
+    async def log_in(page: Chromium, name: str) -> None:
+        field = "document.querySelector('#key')"
+        await page.value(f"{field}.value = {json.dumps(given[name])}, {field}.form.requestSubmit()")
+
+    async def main() -> None:
+        async with serving(tmp_path / "models", keys=str(tmp_path / "keys.yaml")) as served:
+            client = await served.client()
+            assert (await client.get("/console"))[0] == 401
+            async with Chromium(tmp_path / "profile") as page:
+                for path, there in (
+                    ("/console", f"document.querySelector('#model-twice') && {LOOKS} >= 2"),
+                    (
+                        "/docs",
+                        "/[0-9]+ operations/.test(document.body.textContent)",
+                    ),
+                ):
+                    await page.open(f"http://127.0.0.1:{served.port}{path}")
+                    state = "document.querySelector('#state').textContent"
+                    for name, told in (("wrong", "not valid"), ("few", "does not allow")):
+                        await log_in(page, name)
+                        await page.until(f"{state}.includes({told!r})")
+                    await log_in(page, "all")
+                    await page.until(there)
+                    assert given["all"] not in await page.value(
+                        "document.cookie + JSON.stringify(localStorage) + JSON.stringify(sessionStorage)"
+                        " + location.href + document.documentElement.outerHTML"
+                    )
+                await page.open(f"http://127.0.0.1:{served.port}/console")
+                assert await page.value("document.title") == "fastserve: API key", "a new load asks again"
+                refused = [text for text in page.said if "401" not in text and "403" not in text]
+                assert refused == []
 
     run(main(), BROWSER_S)
