@@ -3,6 +3,7 @@
     python -m bench.instructions                              # this checkout, every row
     python -m bench.instructions --old ../old/.venv/bin/python tiny grpc-tiny
     python -m bench.instructions --old ../old/.venv/bin/python tiny --functions 20
+    python -m bench.instructions --keys tiny grpc-tiny        # without API keys, and with them
 
 The clock of a shared machine differs by a fifth from run to run, a count of instructions by one in two
 hundred: it shows what a change adds to a request where no load generator can. What is counted: user
@@ -34,7 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -46,6 +47,7 @@ import h2.settings
 from bench import workloads
 from bench.load import grpc_load, grps_load, servers, tfs_grpc_load, v1_load, v2_load
 from bench.workloads import WORKLOADS
+from fastserve.settings.key_file import changing, make_key
 
 SEGMENTS = 3
 WARM_TURNS = 3
@@ -255,6 +257,7 @@ class Http2Connection(Connection):
             (":authority", f"127.0.0.1:{port}"),
             ("content-type", row.content_type),
             ("te", "trailers"),
+            *zip(row.lines[::2], row.lines[1::2], strict=True),
         ]
         self._left: dict[int, bytes] = {}
         self._open = set[int]()
@@ -464,8 +467,11 @@ class CountedServer:
 
 
 @contextlib.contextmanager
-def counted_server(python: Path, models: Sequence[str], *, worker: bool = False) -> Iterator[CountedServer]:
-    """The server of a checkout, named by its interpreter, with models of bench/repository and `text`.
+def counted_server(
+    python: Path, models: Sequence[str], *, worker: bool = False, keys: str = ""
+) -> Iterator[CountedServer]:
+    """The server of a checkout, named by its interpreter, with models of bench/repository and `text`. `keys`
+    is a file of API keys, which it asks for.
 
     Raises RuntimeError with the end of its log when it does not start.
     """
@@ -486,11 +492,13 @@ def counted_server(python: Path, models: Sequence[str], *, worker: bool = False)
         command += [str(python), "-c", LAUNCH, "serve", f"{folder}/models", "--frontends", "1"]
         command += ["--poll-s", "3600"]  # a look at the repository costs more than a few requests
         command += ["--listen", f"127.0.0.1:{port}={DIALECTS}"]
+        command += ["--keys", keys] if keys else []
         cores = sorted(os.sched_getaffinity(0))
         with servers.started(f"fastserve of {python}", command, port, cores) as server:
             workload = WORKLOADS[models[0]]
             body = workloads.body(workload)
-            servers.wait_ready(server, lambda: servers.verify(server, workload, body), START_S)
+            if not keys:
+                servers.wait_ready(server, lambda: servers.verify(server, workload, body), START_S)
             servers.wait_ready(server, lambda: servers.healthy(server), START_S)
             yield CountedServer(server, folder, worker)
 
@@ -498,6 +506,26 @@ def counted_server(python: Path, models: Sequence[str], *, worker: bool = False)
 Way = tuple[str, int]  # row, requests a turn
 HEAD = ("row", "requests a turn", "instructions a request", "system calls")
 HEAD_OF_TWO = (*HEAD[:2], "old", "new", "new / old", "system calls, old", "new")
+HEAD_OF_KEYS = (*HEAD[:2], "without keys", "with keys", "with / without", "system calls, without", "with")
+
+
+def measure_keys(python: Path, names: Sequence[str]) -> Iterator[tuple[Way, list[Cost]]]:
+    """Each way of each row with what the same requests cost without API keys and with a file of 100."""
+    rows = make_rows()
+    with contextlib.ExitStack() as stack:
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastserve-bench-")), "keys.yaml")
+        made = [make_key(f"k{number}", ("infer",)) for number in range(100)]
+        with changing(file) as entries:
+            entries += [entry for _, entry in made]
+        contexts = [counted_server(python, MODELS), counted_server(python, MODELS, keys=str(file))]
+        with ThreadPoolExecutor(2) as pool:
+            counted = list(pool.map(stack.enter_context, contexts))
+        for name in names:
+            header = "authorization" if rows[name].http2 else "Authorization"
+            row = replace(rows[name], lines=(*rows[name].lines, header, f"Bearer {made[50][0]}"))
+            for connections, streams, turns in row.ways():
+                costs = [one.measure(row, connections, streams, turns) for one in counted]
+                yield (name, connections * streams), costs
 
 
 def measure(pythons: Sequence[Path], names: Sequence[str], worker: bool) -> Iterator[tuple[Way, list[Cost]]]:
@@ -547,16 +575,20 @@ def print_functions(way: Way, costs: Sequence[Cost], count: int) -> None:
 )  # fmt: skip
 @click.option("--functions", default=0, help="Print so many functions that differ most, for each row.")
 @click.option("--worker", is_flag=True, help="Count the worker of `tiny` in place of the front process.")
-def main(names: tuple[str, ...], old: Path | None, new: Path, functions: int, worker: bool) -> None:
+@click.option("--keys", is_flag=True, help="Compare the server without API keys and with them.")
+def main(
+    names: tuple[str, ...], old: Path | None, new: Path, functions: int, worker: bool, keys: bool
+) -> None:
     if shutil.which("valgrind") is None:
         raise click.ClickException("valgrind is needed and not installed: apt-get install valgrind")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every server is stopped on the way out
     chosen = names or (("tiny", "grpc-tiny") if worker else tuple(make_rows()))
-    head = HEAD if old is None else HEAD_OF_TWO
+    head = HEAD_OF_KEYS if keys else HEAD if old is None else HEAD_OF_TWO
     print_row(head)
     print("|---|" + "---:|" * (len(head) - 1))
     taken = []
-    for way, costs in measure([one.absolute() for one in (old, new) if one is not None], chosen, worker):
+    pythons = [one.absolute() for one in (old, new) if one is not None]
+    for way, costs in measure_keys(pythons[-1], chosen) if keys else measure(pythons, chosen, worker):
         print_row(cells_of(way, costs))
         taken.append((way, costs))
     for way, costs in taken if functions else ():
