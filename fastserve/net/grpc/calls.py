@@ -553,10 +553,20 @@ class GrpcCall(CallPath):
     def hold_share(self, share: KeyShare) -> None:
         """Count as under way until the call has ended."""
         self._share: KeyShare = share
+        self.head.shared, self.head.count = True, None
 
     def _end_settling(self, code: int) -> None:
         """Write the access log, give back what the call has of its key's limits, and wake a method that waits
         for the client."""
+        count = self.head.count
+        if count is None or code:
+            self._tell_end(code)
+        else:
+            count()
+        if self.writable is not None:
+            self.wake()
+
+    def _tell_end(self, code: int) -> None:
         head, gate = self.head, self.head.calls.gate
         if gate is not None:
             gate.count_rpc(head.usage, code)
@@ -571,8 +581,6 @@ class GrpcCall(CallPath):
             facts = self.sent_bytes, self.received_ns, self.request_id
             peer = self.stream.connection
             tell(self.head.path, STATUS_NAMES[code], *facts, peer.client, peer.address)
-        if self.writable is not None:
-            self.wake()
 
 
 def _stop(on_gone: Callable[[], object] | None) -> None:
@@ -717,8 +725,8 @@ class CallHead(HeadPath):
     """Hold the headers of a call, and serve its streams. Calls with equal headers share one head."""
 
     __slots__ = (
-        "_metadata", "coding", "encoding", "fault", "headers", "http", "key_fault", "method", "models",
-        "most_bytes", "names", "path", "scope", "take", "usage",
+        "_metadata", "coding", "count", "encoding", "fault", "headers", "http", "key_fault", "method",
+        "models", "most_bytes", "names", "path", "scope", "shared", "take", "usage",
     )  # fmt: skip
 
     def __init__(self, calls: GrpcCalls, head: HttpHead, method: Method | None) -> None:
@@ -744,6 +752,8 @@ class CallHead(HeadPath):
         self.key_fault: ServeError | None = None
         self.models: tuple[str, ...] = ()  # of its key
         self.usage: KeyUsage | None = None  # of its key
+        self.count: Callable[[], object] | None = None  # where that is all a call's good end takes
+        self.shared = False  # calls of it have held places, which they may still give back
         self.epoch = 0
         self.ordinary = self.fault is None and self.timeout_ns < 0 and not self.names
 
@@ -769,7 +779,12 @@ class CallHead(HeadPath):
                 if method is not None:
                     self._use(method)
         self.epoch = self.calls.epoch
-        fine = self.fault is None and self.key_fault is None and not (self.usage and self.usage.limited)
+        usage = self.usage
+        if self.shared or usage is None or usage.counts_running or self.scope is Scope.ADMIN:
+            self.count = None
+        elif self.calls.terms.access_log is None:
+            self.count = usage.requests.add
+        fine = self.fault is None and self.key_fault is None and not (usage and usage.limited)
         self.ordinary = fine and self.timeout_ns < 0 and not self.names
 
     def _read(self, head: HttpHead) -> None:
