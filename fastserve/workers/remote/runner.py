@@ -266,7 +266,7 @@ class RemoteRunner:
     def take(self) -> bool:
         """Send batches that workers can have now. Returns whether one can have the next, of any size."""
         ring, peer = self._ring, self._choose()
-        if peer is None or 2 * len(peer.flights) > self._most(peer):
+        if self._again or peer is None or 2 * len(peer.flights) > self._most(peer):
             return False
         while peer is not None:
             if len(peer.flights) >= FEW and ring.queued() < ring.max_rows:
@@ -292,14 +292,22 @@ class RemoteRunner:
         if self._limit_ms and self.flying and now >= self._late_s:
             self._late_s = now + LATE_S
             self._end_late(now)
-        while self._again and self.room:
-            self._send(*self._again.popleft(), self._choose())
-            self._connections.flush()
+        self._send_again()
         if not self._connections.ready and not self._model.replacing:
             raise LastWorkerLost("its last remote worker is lost")
         if now >= self._report_s:
             self._report_s = now + REPORT_S
             self._report()
+
+    def _send_again(self) -> None:
+        """Send batches that have lost a worker, each to one that has no other: what kills its worker takes
+        nobody with it a second time."""
+        while self._again:
+            peer = self._choose()
+            if peer is None or peer.flights:
+                return
+            self._send(*self._again.popleft(), peer)
+            self._connections.flush()
 
     def drain(self) -> None:
         """Land every batch in flight. Raises LastWorkerLost."""

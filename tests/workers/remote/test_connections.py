@@ -23,6 +23,7 @@ from fastserve.workers.remote.protocol import (
     Words,
     pack_message,
     read_body,
+    read_messages,
 )
 from tests.workers.remote.rig import Player, answer, bench, damaged, floats, welcome
 
@@ -238,6 +239,46 @@ def test_a_batch_runs_twice_at_most_and_once_if_runs_have_effects(isolate: bool,
         assert status & 0xFF == 14
         assert "died" in text
         assert players
+
+
+@pytest.mark.logs_errors
+def test_batches_that_lost_their_worker_run_one_at_a_time() -> None:
+    with bench(remote={"in_flight": 3}) as it:
+        first = it.player()
+        leases = [it.put([number, number]) for number in range(3)]
+        for _ in leases:
+            first.expect(it.connections, MessageKind.BATCH)
+        second = it.player()
+        it.connections.drop(it.connections.ready[0], "a test says so")
+        for lease in leases:
+            batch = second.expect(it.connections, MessageKind.BATCH, it.runner.turn)
+            assert second.receive(it.connections, it.runner.turn, limit_s=0.05) is None
+            assert it.runner.take() is (lease == leases[-1])
+            second.send(answer(batch, bytes(batch.parts[0])))
+            it.until(lambda: not it.runner.flying)
+            assert it.result(lease) == bytes(batch.parts[0])
+        assert it.runner.take()
+
+
+def test_batches_of_one_turn_leave_in_one_frame_and_so_may_their_answers() -> None:
+    with bench(remote={"in_flight": 4}) as it:
+        player = it.player()
+        leases = [it.commit([number, number]) for number in range(3)]
+        assert not it.runner.take()  # from two on, only full ones
+        until = time.monotonic() + 10
+        while not player.socket.poll(5):
+            assert time.monotonic() < until
+        (frame,) = player.socket.recv_multipart()
+        batches = read_messages([frame])
+        assert [batch.kind for batch in batches] == [MessageKind.BATCH] * 2
+        player.send([b"".join(answer(batch, bytes(batch.parts[0]))[0] for batch in batches)])
+        it.until(lambda: not it.runner.flying)
+        assert [it.result(lease) for lease in leases] == [floats([0, 0]), floats([1, 1]), None]
+        assert it.runner.take()
+        last = player.expect(it.connections, MessageKind.BATCH)
+        player.send(answer(last, bytes(last.parts[0])))
+        it.until(lambda: not it.runner.flying)
+        assert it.result(leases[2]) == floats([2, 2])
 
 
 @pytest.mark.logs_errors
