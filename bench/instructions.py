@@ -108,10 +108,11 @@ class Row:
 
     def ways(self) -> Iterator[tuple[int, int, int]]:
         """(connections, streams, turns of a segment), one request a turn first."""
-        large = len(self.body) > 100_000
+        large, huge = len(self.body) > 100_000, len(self.body) > 1_000_000
         if not self.paced:
-            yield 1, 1, 4 if large else 40
-        yield *self.together, 1 if self.paced else 2 if large or self.together[0] > ONCE else 6
+            yield 1, 1, 2 if huge else 4 if large else 40
+        if not huge:  # one is most of a turn
+            yield *self.together, 1 if self.paced else 2 if large or self.together[0] > ONCE else 6
 
 
 def framed(message: bytes) -> bytes:
