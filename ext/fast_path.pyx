@@ -183,12 +183,15 @@ cdef class Lifecycle:
     cdef bint replies
     cdef public bint accounted          # requests have accounts: those of their heads
     cdef Account account                # of the request that is being started
+    cdef dict traced
 
-    def __init__(self, queue, refusals: type, metrics: tuple, answered, bint replies=False) -> None:
+    def __init__(self, queue, refusals: type, metrics: tuple, answered, dict traced not None, bint replies=False) -> None:
         """`metrics`: what counts a request, and what observes how long it, its reading and its writing took;
         `answered` is called with the prepared request, how long it took, and how long it waited for its batch
-        and ran; None: nobody wants to know."""
-        self.queue, self.refusals, self.replies = queue, refusals, replies
+        and ran; None: nobody wants to know. `traced` has the spans of exchanges that are traced now, mostly none:
+        `submitted(self, lease, rows)` is called before a worker may see the lease, `leaving(on_gone)` after, `answered()`
+        while the batch can still be asked, and `ended(exchange, error)`."""
+        self.queue, self.refusals, self.replies, self.traced = queue, refusals, replies, traced
         self.counted, self.duration, self.decoded, self.encoded = metrics
         self.answered = answered
 
@@ -255,10 +258,13 @@ cdef class Lifecycle:
         cdef int64_t received_ns = exchange.received_ns
         cdef int64_t now_ns = <int64_t>monotonic_ns()
         cdef Ticket ticket
+        span = self.traced.get(exchange) if self.traced else None
         self.decoded(now_ns - received_ns)
         try:
             if (<tuple?>reserved[2])[0]:
                 prepared.layout_in.settle(reserved)
+            if span is not None:
+                span.submitted(self, reserved[0], prepared.rows)
             context = exchange, prepared, request_id, held
             if self.accounted:
                 account, self.account = self.account, None
@@ -273,12 +279,17 @@ cdef class Lifecycle:
             raise
         ticket.submitted_ns = now_ns
         exchange.on_gone = ticket if held is None else Leaving(ticket, held)
+        if span is not None:
+            exchange.on_gone = span.leaving(exchange.on_gone)
 
     cdef answer(self, Ticket ticket, error):
         exchange, prepared, request_id, held = <tuple?>ticket.context
         exchange.on_gone = None     # and with it the circle exchange -> ticket -> exchange
         later = None
+        span = self.traced.get(exchange) if self.traced else None
         try:
+            if span is not None:
+                span.answered()
             if error is None:
                 try:
                     try:
@@ -297,6 +308,8 @@ cdef class Lifecycle:
                 held.close()
         if later is not None:
             self.answer_later(ticket, later)
+        elif span is not None:
+            span.ended(exchange, error)
 
     cdef write(self, exchange, prepared, Ticket ticket, request_id, held):
         """Write the answer; what is too large for one turn of the loop is a coroutine that does it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastserve.app.calls import App as App
     from fastserve.app.calls import serve as serve
+    from fastserve.backends.batch_traces import batch_traces as batch_traces
     from fastserve.backends.cancellation import cancelled as cancelled
     from fastserve.backends.cancellation import cancelled_rows as cancelled_rows
     from fastserve.backends.script.backend import Response as Response
@@ -30,6 +31,7 @@ __all__ = [
     "Response",
     "VectorTransformer",
     "__version__",
+    "batch_traces",
     "cancelled",
     "cancelled_rows",
     "model",
@@ -47,6 +49,7 @@ _PLACES = {
     "File": "fastserve.backends.script.multipart",
     "Response": "fastserve.backends.script.backend",
     "VectorTransformer": "fastserve.batching",
+    "batch_traces": "fastserve.backends.batch_traces",
     "cancelled": "fastserve.backends.cancellation",
     "cancelled_rows": "fastserve.backends.cancellation",
     "model": "fastserve.backends.script.declaration",

@@ -9,6 +9,7 @@ from struct import Struct
 from fastserve._ext.fast_path import ACCOUNT, Account
 from fastserve.errors import ServeError
 from fastserve.tensor import Tensor
+from fastserve.util.spans import RunTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class InferRequest:
     `lent` and `placed` are inputs and outputs in client memory on a GPU, which workers read and write in
     place (engine/device_memory.py): `data` of such a tensor has the right size, but not the bytes.
     `borrowed` is set where the inputs' memory is used again (engine/relay/). `account` is what the request is
-    counted for, and whose turn it needs under overload: that of the task that makes it.
+    counted for, and whose turn it needs under overload: that of the task that makes it. `trace` is set by the
+    engine for a request that is traced, and filled with the batches that its rows were in.
     """
 
     inputs: dict[str, Tensor]
@@ -81,6 +83,7 @@ class InferRequest:
     placed: dict[str, Lent] = field(default_factory=dict)
     borrowed: BorrowedInputs | None = None
     account: Account | None = field(default_factory=ACCOUNT.get)
+    trace: RunTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Lifecycle:
             Callable[[], None], Callable[[int], None], Callable[[int], None], Callable[[int], None]
         ],
         answered: Callable[[Any, int, int], None] | None,
+        traced: dict[Any, Any],
         replies: bool = False,
     ) -> None: ...
     def start(

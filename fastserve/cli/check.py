@@ -67,6 +67,7 @@ def check(
         if not settings.repository and not settings.models:
             raise click.UsageError("name the folder of a model repository, or `demo`")
         refuse_strangers(settings)
+        check_traces(settings)
         sizing = count_fronts(settings)
         report = examine(settings, load=load)
     except ConfigError as fault:
@@ -98,6 +99,13 @@ def refuse_strangers(settings: Settings) -> None:
     from fastserve.server.dialect_selection import refuse_open_places
 
     refuse_open_places(settings)
+
+
+def check_traces(settings: Settings) -> None:
+    """Raise ConfigError where a server could not send the traces that the settings ask for."""
+    from fastserve.server.trace_export import read_trace_plan
+
+    read_trace_plan(settings, os.environ)
 
 
 def count_fronts(settings: Settings) -> FrontCount:

@@ -37,7 +37,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "rate_limit_resources": {"names": ["--rate-limit-resource"], "multiple": True, "metavar": "NAME:COUNT"},
     "triton.http_restricted_api": {"multiple": True, "metavar": "API,...:HEADER=VALUE"},
     "triton.grpc_restricted_protocol": {"multiple": True, "metavar": "API,...:KEY=VALUE"},
-    "triton.trace_config": {"multiple": True, "metavar": "[triton,]SETTING=VALUE"},
+    "triton.trace_config": {"multiple": True, "metavar": "[MODE,]SETTING=VALUE"},
+    "otel.endpoint": {"names": ["--otel"], "metavar": "URL"},
 }
 SETTINGS_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 BY_ENVIRONMENT = (

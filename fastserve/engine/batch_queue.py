@@ -42,6 +42,7 @@ from fastserve.metrics.registry import Registry
 from fastserve.tensor import TensorSpec
 from fastserve.util.offload import Offload
 from fastserve.util.rate_limited_log import run_all
+from fastserve.util.spans import BatchTimes, RunTrace
 from fastserve.workers.arena import Arena
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class BatchQueue(TicketTable):
         self, arena: Arena, front: int, inputs: Specs, outputs: Specs, metrics: QueueMetrics
     ) -> None:
         super().__init__(arena.ring(front=front), arena.geometry.slots)
-        self.arena = arena
+        self.arena, self.front = arena, front
         self.codec = None if arena.geometry.dense else SlabCodec(arena.memory, front=front)
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
@@ -409,6 +410,22 @@ class BatchQueue(TicketTable):
         if self.ring.drop(ticket.lease, ticket.rows, end):
             self.by_slot[ticket.lease >> 16].remove(ticket)
         # else a worker has answered and counted it: _finish releases it when the message comes
+
+    def trace_lease(self, run: RunTrace, lease: int, rows: int) -> Callable[[], None]:
+        """Leave a traced request's context beside a written lease, for its worker. Returns what adds the
+        batch to the run, to be called once when the lease has ended. Of a slot that is used again by then
+        nothing is known but the batch's ids."""
+        slot, written_ns = lease >> 16, time.monotonic_ns()
+        seq, notes = self.ring.seq(slot), self.arena.traces
+        notes.write(self.front, slot, seq, lease & 0xFFFF, rows, run.context)
+
+        def ended() -> None:
+            times_ns: tuple[int, ...] = self.ring.times_ns(slot)
+            if self.ring.seq(slot) != seq:
+                times_ns = (0,) * len(times_ns)
+            run.batches.append(BatchTimes(notes.arena, slot, seq, written_ns, rows, times_ns))
+
+        return ended
 
     # --- answers ---------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ with a response cache offers `cache_stage()`, which a caller of the fast path ha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from fastserve.codec.generation import GenerationRun, Heard, Info, TextNote
@@ -18,6 +19,7 @@ from fastserve.errors import Kind, ServeError, unsupported
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Attachment, Version
 from fastserve.request import InferRequest, InferResponse
+from fastserve.util.spans import RequestSpan, current_span
 
 if TYPE_CHECKING:
     from fastserve._ext.fast_path import Account
@@ -126,7 +128,11 @@ class Engine:
         Raises ServeError: INVALID_ARGUMENT for inputs the version does not take, UNAVAILABLE when
         its queue is full or it is going away, DEADLINE_EXCEEDED, and what the model raised.
         """
-        return await scheduler_of(version).infer(self, version, request)
+        scheduler, span = scheduler_of(version), current_span()
+        if span is None:
+            return await scheduler.infer(self, version, request)
+        with traced_run(span, version, request):
+            return await scheduler.infer(self, version, request)
 
     def stream(self, version: Version, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request whose responses come one by one; none, one or many. The caller releases each, and
@@ -136,7 +142,8 @@ class Engine:
         An error that other responses may follow is a response with `error`. Raises ServeError, now, at the
         first look or later, for what ends the stream: as `infer`, or the worker died.
         """
-        return scheduler_of(version).stream(self, version, request)
+        responses, span = scheduler_of(version).stream(self, version, request), current_span()
+        return responses if span is None else _stream_traced(span, version, request, responses)
 
     def text_info(self, version: Version) -> Info | None:
         """Return the description of its text engine; None for a model that generates no text."""
@@ -150,3 +157,34 @@ class Engine:
         anywhere, INVALID_ARGUMENT for a prompt that no place has room for.
         """
         return scheduler_of(version).generate(version, ids, note, heard)
+
+
+@contextmanager
+def traced_run(span: RequestSpan, version: Version, request: InferRequest) -> Iterator[None]:
+    """Trace one run of a request on a version, which takes place within the block."""
+    run = request.trace = span.begin_run(version.model, version.number)
+    if run is None:
+        yield
+        return
+    try:
+        yield
+    except ServeError as fault:
+        run.end(fault.message)
+        raise
+    except BaseException as error:  # its caller has left, or it is logged elsewhere: never its text here
+        run.end(type(error).__name__)
+        raise
+    else:
+        run.end()
+
+
+async def _stream_traced(
+    span: RequestSpan,
+    version: Version,
+    request: InferRequest,
+    responses: AsyncGenerator[InferResponse, None],
+) -> AsyncGenerator[InferResponse, None]:
+    with traced_run(span, version, request):
+        async with aclosing(responses):
+            async for response in responses:
+                yield response

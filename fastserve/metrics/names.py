@@ -198,6 +198,10 @@ KEY_ERRORS = _counter(
     "key_errors", "Those with an error, by HTTP status or gRPC's; no key: none that is valid.", "key", "code"
 )
 
+TRACED_REQUESTS = _counter("traced_requests", "Requests whose spans were handed to the exporter of traces.")
+
+TRACE_SPANS_LOST = _counter("trace_spans_lost", "Spans that no collector got, by cause.", "cause")
+
 LOOP_DELAY = _stage("loop_delay", "How late a timer of the event loop fired.")
 
 FRONT_RESTARTS = _counter("front_restarts", "Front processes started again after one died.")

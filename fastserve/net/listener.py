@@ -42,6 +42,7 @@ from fastserve.net.sockets import AcceptGate, open_socket, shown
 from fastserve.net.tls.credentials import Credentials
 from fastserve.net.tls.handshake import Handshake
 from fastserve.net.tls.transport import H2, HTTP_1_1, TlsPort
+from fastserve.net.traced_endpoints import Tracer
 from fastserve.settings import Limits
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, MemoryBudget
 from fastserve.util.rate_limited_log import run_all
@@ -94,8 +95,9 @@ class HttpListener(ListenerState):
         passed_on: InheritedSockets | None = None,
         gate: ApiKeyGate | None = None,
         dialects_of: DialectsOf | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        router = Router(dialects, opening, origins, restrictions, gate, dialects_of, limits)
+        router = Router(dialects, opening, origins, restrictions, gate, dialects_of, limits, tracer)
         super().__init__(router, limits, access_log, clock, lifetimes, budget, gate)
         self.http2 = Http2Shared(self, services)
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1), self.guard)

@@ -29,7 +29,7 @@ from fastserve.net.deadlines import GRACE_NS, UNBOUNDED, CallDeadlines, time_is_
 from fastserve.net.limits import JSON, error_body
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim, MemoryBudget
 from fastserve.util.rate_limited_log import RateLimitedLog
-from fastserve.util.tracing import choose_request_id
+from fastserve.util.tracing import TraceContext, choose_request_id, read_trace_context
 
 if TYPE_CHECKING:
     from fastserve.net.key_usage import KeyUsage
@@ -140,13 +140,16 @@ class CachedRoute(NamedTuple):
     endpoint: Endpoint
 
 
+UNREAD = TraceContext("", "", False)  # as the parent of a head whose traceparent nobody has looked for
+
+
 class RequestHead:
     """One request head. Immutable once read and routed: calls with equal heads share it."""
 
     __slots__ = (
         "__weakref__", "after_length", "before_length", "bodiless", "body_bytes", "client", "endpoint",
-        "expects_continue", "found", "headers", "http_1_0", "identified", "memo", "method", "mode", "raw",
-        "service", "slow", "target", "timeout_ns", "total_bytes", "usage",
+        "expects_continue", "found", "headers", "http_1_0", "identified", "memo", "method", "mode", "parent",
+        "raw", "service", "slow", "target", "timeout_ns", "total_bytes", "usage",
     )  # fmt: skip
 
     endpoint: Endpoint
@@ -172,6 +175,7 @@ class RequestHead:
         self.timeout_ns = UNBOUNDED  # how long its calls may take
         self.usage: KeyUsage | None = None  # of its API key
         self.memo: Any = None  # the service's, worked out once for all requests with this head
+        self.parent: TraceContext | None = UNREAD  # where requests are traced: the client's span
 
     def find(self, name: bytes) -> bytes | None:
         """Return the first header of this lower-case name."""
@@ -179,6 +183,14 @@ class RequestHead:
             if key == name:
                 return value
         return None
+
+    def read_parent(self) -> TraceContext | None:
+        """Return the client's span by its traceparent, None without one; worked out once."""
+        if self.parent is UNREAD:
+            self.parent = read_trace_context(
+                self.find(b"traceparent") or b"", self.find(b"tracestate") or b""
+            )
+        return self.parent
 
     def repeats(self, name: bytes) -> bool:
         """Return whether there is more than one header of this lower-case name."""
@@ -385,8 +397,8 @@ class Call:
     endpoint it cancels the task unless the endpoint sets it."""
 
     __slots__ = (
-        "_claim", "_connection", "_replied", "_request_id", "_stream", "_task", "_watchers", "body", "gone",
-        "head", "on_gone", "ready", "received_ns",
+        "_claim", "_connection", "_replied", "_request_id", "_status", "_stream", "_task", "_watchers",
+        "body", "gone", "head", "on_gone", "ready", "received_ns",
     )  # fmt: skip
 
     def __init__(self, connection: CallConnection, head: RequestHead, body: bytes | bytearray) -> None:
@@ -456,6 +468,16 @@ class Call:
             self._request_id: str = choose_request_id(given, trace)
             return self._request_id
 
+    def follow_trace(self, trace_id: str) -> None:
+        """Name a traced request by its trace, unless the client has named it."""
+        if not self.head.identified:
+            self._request_id = trace_id
+
+    @property
+    def status(self) -> int:
+        """Return the status of the reply, once it was begun."""
+        return getattr(self, "_status", 200)
+
     @property
     def claim(self) -> Claim:
         """Memory for work on this call, beside its body; a coroutine endpoint has it until its end."""
@@ -521,6 +543,7 @@ class Call:
         if (head.bodiless and not even_to_head) or status in BODILESS:
             body = b""
         self._replied = True
+        self._status: int = status
         if head.timeout_ns >= 0:
             listener.deadlines.remove(self)
         if status == 200 and head.found is not None:
@@ -574,16 +597,16 @@ class Call:
         mode = CLOSE if closes else self.head.mode
         lines = listener.heads.find(status, content_type, mode) + header_lines(self._named(status, headers))
         coding = b"" if self.head.http_1_0 else b"Transfer-Encoding: chunked\r\n"
-        self._begin_stream()
+        self._begin_stream(status)
         turns = self._connection.turns
         self._stream = ReplyStream(
             self, self._connection, turns, status, b"%b%b\r\n" % (lines, coding), mode == CLOSE
         )
         return self._stream
 
-    def _begin_stream(self) -> None:
+    def _begin_stream(self, status: int) -> None:
         """From here on the endpoint keeps the deadline: it alone knows how a stream tells of an error."""
-        self._replied = True
+        self._replied, self._status = True, status
         if self.head.timeout_ns >= 0:
             self._connection.listener.deadlines.remove(self)
 

@@ -40,6 +40,7 @@ from fastserve.net.key_usage import limit_headers
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
 from fastserve.settings import Limits
+from fastserve.net.traced_endpoints import Tracer
 
 CHECKED_BYTES = 1 << 20
 """Content-Length from which a route is asked whether it takes such a body."""
@@ -192,11 +193,12 @@ class UntimelyEndpoint:
 class Router:
     """Find the endpoint of a target over the dialects of one listener, in their order. `origins` are
     those of web pages that may administer; with `gate` every endpoint is behind an API key, and `dialects_of`
-    has the dialects of this listener for keys of some models."""
+    has the dialects of this listener for keys of some models; with `tracer` some requests that infer are
+    traced."""
 
     __slots__ = (
         "_dialects", "_dialects_of", "_gate", "_limits", "_narrowed", "_opening", "_origins", "_remembered",
-        "_restrictions", "_spokesman",
+        "_restrictions", "_spokesman", "_tracer",
     )  # fmt: skip
 
     def __init__(
@@ -208,8 +210,9 @@ class Router:
         gate: ApiKeyGate | None = None,
         dialects_of: DialectsOf | None = None,
         limits: Limits | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self._gate, self._dialects_of = gate, dialects_of
+        self._gate, self._dialects_of, self._tracer = gate, dialects_of, tracer
         self._limits = limits or Limits()
         self._narrowed: WeakKeyDictionary[Compartment, Router] = WeakKeyDictionary()
         self._dialects = tuple(dialects)
@@ -262,7 +265,10 @@ class Router:
         scope, refuse = route.scope, dialect.refuse
         if not isinstance(scope, Scope):
             raise TypeError(f"{method} {target[:200]}: a route needs a Scope, given {scope!r}")
-        endpoint = self._restrictions.guard_endpoint(route.endpoint, scope, route.resources, refuse)
+        endpoint = route.endpoint
+        if self._tracer is not None and scope is Scope.INFER:
+            endpoint = self._tracer.trace_endpoint(endpoint)
+        endpoint = self._restrictions.guard_endpoint(endpoint, scope, route.resources, refuse)
         endpoint = guard(endpoint, scope, self._origins, refuse)
         if self._gate is not None:
             behind = keyed(self._terms(scope, refuse), endpoint)
@@ -280,7 +286,7 @@ class Router:
         router = self._narrowed.get(compartment)
         if router is None:
             dialects = self._dialects_of(compartment)
-            made = Router(dialects, self._opening, self._origins, self._restrictions)
+            made = Router(dialects, self._opening, self._origins, self._restrictions, tracer=self._tracer)
             router = self._narrowed[compartment] = made
         return router.find(head.method, head.target)[0]
 

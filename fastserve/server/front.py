@@ -35,6 +35,7 @@ from fastserve.net.api_keys import ApiKeyGate
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.key_usage import KeyCounts, KeyLimits, KeyUsage
 from fastserve.net.tls import Credentials
+from fastserve.net.traced_endpoints import Tracer
 from fastserve.server.audit_log import AuditLog
 from fastserve.server.dialect_selection import (
     DialectCompartment,
@@ -45,6 +46,7 @@ from fastserve.server.dialect_selection import (
 )
 from fastserve.server.key_shares import KeyShares
 from fastserve.server.nv_metrics import NvMetrics
+from fastserve.server.trace_export import TraceExport, read_trace_plan
 from fastserve.serving.client_shared_memory import DeviceMemory, Regions, keep_nothing
 from fastserve.serving.dialect import (
     PART,
@@ -298,12 +300,14 @@ class Front:
     tls: Credentials | None = None  # of listeners that speak it
     gate: ApiKeyGate | None = None  # where API keys are on
     watches: list[FileWatch] = field(default_factory=list)
+    traces: TraceExport | None = None  # where requests are traced
     budget: MemoryBudget = field(init=False)  # of all listeners
     regions: Regions = field(init=False)
     _trim: HeapTrim = field(init=False)
     _context: ServingContext = field(init=False)
     _shares: KeyShares = field(init=False)  # where keys are on
     _audit: AuditLog | None = None
+    _tracer: Tracer | None = None
     _specs: Sequence[Spec] = ()  # of dialects that a listener speaks
     _compartments: WeakValueDictionary[str, DialectCompartment] = field(default_factory=WeakValueDictionary)
     _asked_http: list[Listener] = field(default_factory=list)
@@ -329,6 +333,10 @@ class Front:
             self._watch(FileWatch("certificates", self.tls.renew, lambda: pause_s))
         if self.settings.keys:
             self._open_keys()
+        plan = read_trace_plan(self.settings, os.environ)
+        if plan is not None:
+            self.traces = TraceExport(self.registry, self.state, plan)
+            self._tracer = Tracer(plan.sampler, self.traces.outbox.put)
         specs = find_specs(self.settings)
         context = self._context = self._make_context()
         spoken_http = [choose_http(specs, listener) for listener in http]
@@ -477,6 +485,8 @@ class Front:
         self.regions.close()
         for dialect in self.dialects.values():
             dialect.close()
+        if self.traces is not None:
+            await self.traces.close()
         return sum(closing.result())
 
     def _make_context(self) -> ServingContext:
@@ -525,6 +535,7 @@ class Front:
             passed_on=self.passed_on,
             gate=self.gate,
             dialects_of=lambda compartment: cast(DialectCompartment, compartment).on_listener(spoken),
+            tracer=self._tracer,
         )
         guests = [self._make_grpc(asked, specs, opened) for asked, specs in beside]
         await opened.open()
@@ -587,6 +598,7 @@ class Front:
             passed_on=self.passed_on,
             gate=self.gate,
             methods_of=lambda compartment: cast(DialectCompartment, compartment).methods(spoken),
+            tracer=self._tracer,
         )
 
 

@@ -248,6 +248,8 @@ class Server:
             if self.placer is not None:
                 self.placer.open()
             await self.front.open(*all_listeners(self.settings))
+            if self.front.traces is not None:
+                self.front.traces.open()
             self.host.engine.tensors = self.front.engine.tensors
             await self.repository.open()
             await self.front.accept()

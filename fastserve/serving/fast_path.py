@@ -41,6 +41,7 @@ from fastserve.repository.version import Version
 from fastserve.serving.exchange import Exchange, internal_error
 from fastserve.serving.prepared_requests import BoundedDict, PreparedRequest
 from fastserve.tensor import DTYPE_BY_CODE
+from fastserve.util.spans import FAST
 
 
 class Outcome(NamedTuple):
@@ -72,7 +73,7 @@ class FastPath(Lifecycle):
         requests, duration = traffic.succeeded(version.model, version.number)
         decode, encode = traffic.stages(version.model, version.number)
         metrics = requests.add, duration.observe_ns, decode.observe_ns, encode.observe_ns
-        super().__init__(queue, ServeError, metrics, outcome.answered, replies)
+        super().__init__(queue, ServeError, metrics, outcome.answered, FAST, replies)
         self.version, self.accounted = version, traffic.accounted
         self.refuse = outcome.refused
         self._large: set[asyncio.Task[None]] = set()
@@ -136,6 +137,9 @@ class FastPath(Lifecycle):
             self.refuse(exchange, prepared, request_id, fault)
         except Exception as error:
             self.failed(exchange, prepared, request_id, error)
+        span = FAST.get(exchange)
+        if span is not None:
+            span.ended(exchange, None)
 
     def failed(
         self, exchange: Exchange, prepared: PreparedRequest, request_id: Any, error: Exception

@@ -20,6 +20,7 @@ from fastserve.serving.client_shared_memory import OutputBuffers, Range, hold_bu
 from fastserve.serving.dialect import DialectService
 from fastserve.serving.exchange import Exchange, internal_error
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, Claim
+from fastserve.util.spans import current_span
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest) -> None:
             request.close()
         await request.send()
     except ServeError as fault:
+        span = current_span()
+        if span is not None:
+            span.fail(fault.message)
         request.refused(fault)
     except Exception as error:
         try:
@@ -99,9 +103,14 @@ async def _run(exchange: Exchange, request: SlowRequest) -> int:
     request.ran_ns = began_ns - read_ns
     try:
         await request.write(response)
-        return monotonic_ns() - began_ns
+        wrote_ns = monotonic_ns()
     finally:
         response.release()
+    span = current_span()
+    if span is not None:
+        span.add("decode", exchange.received_ns, read_ns)
+        span.add("encode", began_ns, wrote_ns)
+    return wrote_ns - began_ns
 
 
 class RegionRequest(SlowRequest):

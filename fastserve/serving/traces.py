@@ -131,7 +131,10 @@ class TraceScope:
     ) -> None:
         """`keep` takes a finished trace."""
         self._levels = settings["trace_level"]
-        self.on = self._levels != OFF and settings["trace_count"] != "0"
+        in_files = (
+            settings["trace_mode"] == DEFAULTS["trace_mode"]
+        )  # others go with all spans (net/traced_endpoints.py)
+        self.on = in_files and self._levels != OFF and settings["trace_count"] != "0"
         self.stamps, self.tensors = "TIMESTAMPS" in self._levels, "TENSORS" in self._levels
         self._rate = int(str(settings["trace_rate"]))
         self._most = int(str(settings["trace_count"]))

@@ -29,18 +29,22 @@ CATEGORIES = (
 )
 
 TRACE_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+OPENTELEMETRY = "opentelemetry"  # the trace mode, and what comes before its own settings
 INPUT_BYTES = 1 << 26
 _RESTRICTION = re.compile(r"(?P<names>[a-z,-]+):(?P<header>[!#$%&'*+.^_`|~0-9A-Za-z-]+)=(?P<value>.+)")
-_TRACE = re.compile(r"(?:(?P<mode>[a-z]+),)?(?P<name>[a-z-]+)=(?P<value>.+)")
+_TRACE = re.compile(r"(?:(?P<mode>[a-z]+),)?(?P<name>[a-z_-]+)=(?P<value>.+)")
 
 # (mode, name) of --trace-config -> the setting clients see, and the form of its value
 _TRACE_SETTINGS = {
     (None, "level"): ("trace_level", "|".join(TRACE_LEVELS)),
     (None, "rate"): ("trace_rate", r"[1-9][0-9]{0,8}"),
     (None, "count"): ("trace_count", r"-1|[0-9]{1,9}"),
-    (None, "mode"): ("trace_mode", "triton"),
+    (None, "mode"): ("trace_mode", f"triton|{OPENTELEMETRY}"),
     ("triton", "file"): ("trace_file", r".+"),
     ("triton", "log-frequency"): ("log_frequency", r"[0-9]{1,9}"),
+    (OPENTELEMETRY, "url"): ("url", r"https?://[^/\s@]+(/\S*)?"),
+    (OPENTELEMETRY, "resource"): ("resource", r"[^=]+=.*"),
+    (OPENTELEMETRY, "bsp_max_queue_size"): ("bsp_max_queue_size", r"[1-9][0-9]{0,5}"),
 }
 
 Restrictions = Mapping[str, tuple[str, str]]  # category -> header and its value
@@ -61,7 +65,8 @@ class TritonOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grpc_restricted_protocol: tuple[str, ...] = ()
     """RPCs that want metadata, whatever the dialect: API,...:KEY=VALUE, sent as triton-grpc-protocol-KEY."""
     trace_config: tuple[str, ...] = ()
-    """triton,file=F, triton,log-frequency=N, level=L, rate=N or count=N."""
+    """mode=triton|opentelemetry, level=L, rate=N, count=N; triton,file=F, triton,log-frequency=N;
+    opentelemetry,url=U."""
 
     def __post_init__(self) -> None:
         for name in ("http_header_forward_pattern", "grpc_header_forward_pattern"):
@@ -106,17 +111,34 @@ def parse_trace_config(given: Sequence[str]) -> TraceValues:
         match = _TRACE.fullmatch(text)
         setting, form = _TRACE_SETTINGS.get((match["mode"], match["name"]), ("", "")) if match else ("", "")
         if match is None or not setting or not re.fullmatch(form, match["value"]):
-            allowed = "triton,file=F, triton,log-frequency=N, level=OFF or TIMESTAMPS, rate=N, count=N"
+            allowed = (
+                "mode=triton or opentelemetry, level=OFF or TIMESTAMPS, rate=N, count=N, triton,file=F, "
+                "triton,log-frequency=N, opentelemetry,url=URL, opentelemetry,resource=NAME=VALUE, "
+                "opentelemetry,bsp_max_queue_size=N"
+            )
             raise ValueError(f'trace_config: given "{text}", allowed: {allowed}')
         if setting == "trace_level":
             levels.append(match["value"])
+        elif setting == "resource":
+            found["resource"] = [*found.get("resource", ()), match["value"]]
         else:
             found[setting] = match["value"]
     if levels:
         found["trace_level"] = [level for level in TRACE_LEVELS[1:] if level in levels] or ["OFF"]
-    if found.get("trace_level", ["OFF"]) != ["OFF"] and "trace_file" not in found:
+    if found.get("trace_mode") == OPENTELEMETRY:
+        _check_opentelemetry(found)
+    elif found.get("trace_level", ["OFF"]) != ["OFF"] and "trace_file" not in found:
         raise ValueError('trace_config: given a level and no file, allowed: with "triton,file=FILE"')
     return found
+
+
+def _check_opentelemetry(found: TraceValues) -> None:
+    """Raise ValueError for what only traces in files have."""
+    for name, plain in (("trace_count", "-1"), ("trace_file", ""), ("log_frequency", "")):
+        if found.get(name, plain) != plain:
+            raise ValueError(f"trace_config: given {name} with mode=opentelemetry, allowed: with mode=triton")
+    if "TENSORS" in found.get("trace_level", ()):
+        raise ValueError("trace_config: given level=TENSORS with mode=opentelemetry, allowed: TIMESTAMPS")
 
 
 KINDS = ("counter_latencies", "histogram_latencies", "summary_latencies")

@@ -79,6 +79,7 @@ LEAST_MEMORY_BYTES = 512 << 20
 
 Count = Annotated[int, Meta(ge=1)]
 ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+_COLLECTOR = re.compile(r"(https?://)?(\[[0-9A-Fa-f:.]+\]|[^/\s@:\[\]]+)(:[0-9]{1,5})?(/\S*)?")
 _FILE = re.compile(r"^unix:(?P<path>[^=\x00]{1,107})$")  # sockaddr_un has 108 bytes, the last of them 0
 _ADDRESS = re.compile(r"^(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]=\s]*)):(?P<port>[0-9]{1,5})$")
 
@@ -255,6 +256,29 @@ class LogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Write a line per request."""
 
 
+class OtelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests for an OpenTelemetry collector; none without `endpoint` or OpenTelemetry's variable
+    for it."""
+
+    endpoint: str = ""
+    """The collector, http://HOST:4317 (gRPC) or :4318 (HTTP); https:// for TLS."""
+    protocol: Literal["", "grpc", "http/protobuf"] = ""
+    """OTLP over gRPC or HTTP; empty: HTTP for port 4318, else gRPC."""
+    ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Share of the requests without a traceparent that are traced; none: OTEL_TRACES_SAMPLER_ARG, else
+    0.01."""
+    headers: tuple[Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\x20-\x7e]*$")], ...] = ()
+    """Sent to the collector with every export: NAME=VALUE, such as an API key."""
+    service_name: str = ""
+    """Name of this server in traces; empty: OTEL_SERVICE_NAME, else fastserve."""
+    queue_spans: Annotated[int, Meta(ge=1, le=1_000_000)] = 8192
+    """Spans that wait for the collector; further ones are lost and counted."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint and not _COLLECTOR.fullmatch(self.endpoint):
+            raise ValueError(f'endpoint: given "{self.endpoint}", allowed: [http[s]://]HOST:PORT[/PATH]')
+
+
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model whose folder is named outright, as TensorFlow Serving's model_config_list does."""
 
@@ -373,6 +397,7 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     grps: GrpsOptions = GrpsOptions()
     textgen: TextgenOptions = TextgenOptions()
     log: LogOptions = LogOptions()
+    otel: OtelOptions = OtelOptions()
 
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)

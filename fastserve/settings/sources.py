@@ -193,7 +193,7 @@ def _shown_value(path: str, value: Any) -> Any:
         return [_listener_text(listener) for listener in value] or "off"
     if path in ("tls.cert", "tls.key", "tls.client_ca") and value and not names_file(value):
         return "(text in PEM)"
-    if path in ("triton.http_restricted_api", "triton.grpc_restricted_protocol"):
+    if path in ("triton.http_restricted_api", "triton.grpc_restricted_protocol", "otel.headers"):
         return [f"{item.partition('=')[0]}=(secret)" for item in value]
     if isinstance(value, Mapping):  # environments of models, options of dialects: anything may be there
         return dict.fromkeys(value, "(given)")

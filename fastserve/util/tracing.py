@@ -1,32 +1,114 @@
-"""Following one request: its id and its trace context.
+"""Following one request: its id, its trace context as W3C Trace Context has it, and the sampling of traces.
 
-No OpenTelemetry here, only what W3C Trace Context needs on the way in. Log lines that carry
-the id are made in `logs`.
+No OpenTelemetry here: no part of a server but the exporter's process imports it. Log lines that carry the id
+are made in `logs`.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
+from math import log1p
+from typing import NamedTuple
 
 REQUEST_ID_MAX = 128  # characters
+STATE_MAX = 512  # characters of a tracestate; a longer one is not passed on
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,%d}" % REQUEST_ID_MAX)
 
 # https://www.w3.org/TR/trace-context/#traceparent-header: later versions may append fields
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
+_TRACESTATE = re.compile(rb"[\x20-\x7e]{1,%d}" % STATE_MAX)
+
+
+class TraceContext(NamedTuple):
+    """One span as others name it: ids in lower-case hex, and the tracestate that came with the trace."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool = True
+    state: str = ""
+
+    @property
+    def traceparent(self) -> str:
+        """The header that names this span as the parent of another."""
+        return f"00-{self.trace_id}-{self.span_id}-{self.sampled:02x}"
+
+
+def read_trace_context(traceparent: bytes, tracestate: bytes = b"") -> TraceContext | None:
+    """Return the span that a client named as the parent of its request; None where the header is absent or
+    malformed. A malformed or overlong tracestate is left out."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    if found is None or len(traceparent) > 512:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == b"ff" or (version == b"00" and more) or not trace_id.strip(b"0") or not span_id.strip(b"0"):
+        return None
+    state = tracestate.decode() if _TRACESTATE.fullmatch(tracestate) else ""
+    return TraceContext(trace_id.decode(), span_id.decode(), bool(int(flags, 16) & 1), state)
 
 
 def read_trace_id(header: bytes) -> str:
     """Return the trace id of a traceparent header; "" when it is absent or malformed."""
-    found = _TRACEPARENT.fullmatch(header)
-    if found is None or len(header) > 512:
-        return ""
-    version, trace_id, span_id, _, more = found.groups()
-    if version == b"ff" or (version == b"00" and more) or not trace_id.strip(b"0") or not span_id.strip(b"0"):
-        return ""
-    return str(trace_id.decode())
+    found = read_trace_context(header)
+    return "" if found is None else found.trace_id
+
+
+_random = random.Random()
+
+
+def make_span_id() -> str:
+    """Return a new span id, which is not zero."""
+    return f"{_random.getrandbits(64) or 1:016x}"
+
+
+ALWAYS = 1.0
+
+
+class TraceSampler:
+    """Decide which requests are traced: by their parent where they have one and `parent_based` is set, else a
+    share `ratio` of them, at random.
+
+    The caller counts `left` down for each request without a parent and calls `take` at zero: a request that
+    is not traced costs one subtraction."""
+
+    __slots__ = ("_bound", "_parent_based", "_ratio", "left")
+
+    def __init__(self, ratio: float, *, parent_based: bool = True) -> None:
+        self._ratio, self._parent_based, self._bound = ratio, parent_based, int(ratio * (1 << 64))
+        self.left = 0
+        self._draw()
+
+    def take(self) -> TraceContext | None:
+        """Return the context of the span of the request whose turn has come, and draw the next one; None
+        where none is ever traced."""
+        self._draw()
+        return TraceContext(self._trace_id(), make_span_id()) if self._ratio > 0 else None
+
+    def follow(self, parent: TraceContext) -> TraceContext | None:
+        """Return the context of a request's span below `parent`, None where it is not sampled."""
+        sampled = parent.sampled if self._parent_based else self._covers(parent.trace_id)
+        return TraceContext(parent.trace_id, make_span_id(), True, parent.state) if sampled else None
+
+    def _draw(self) -> None:
+        """Draw how many requests come up to the next one that is traced, itself included."""
+        if self._ratio >= ALWAYS:
+            self.left = 1
+        elif self._ratio <= 0:
+            self.left = 1 << 62
+        else:  # of a geometric distribution: as if each request had been drawn for by itself
+            self.left = 1 + int(log1p(-_random.random()) / log1p(-self._ratio))
+
+    def _covers(self, trace_id: str) -> bool:
+        """Whether OpenTelemetry's TraceIdRatioBased samples a trace: by the last 64 bits of its id."""
+        return int(trace_id[16:], 16) < self._bound
+
+    def _trace_id(self) -> str:
+        """Return a trace id that other samplers of this ratio choose too."""
+        low = int(_random.random() * self._bound) or 1
+        return f"{_random.getrandbits(64) << 64 | low:032x}"
 
 
 def choose_request_id(given: bytes = b"", traceparent: bytes = b"") -> str:
@@ -49,6 +131,7 @@ def make_request_id() -> str:
 def _renew_prefix() -> None:
     global _prefix
     _prefix = os.urandom(6).hex()
+    _random.seed()
 
 
 os.register_at_fork(after_in_child=_renew_prefix)

@@ -23,6 +23,7 @@ from fastserve.backends.registry import find_backend
 from fastserve.settings.model_options import TextOptions, read_options
 from fastserve.tensor import TensorSpec
 from fastserve.workers.pinning import NO_NODE, prefer_node
+from fastserve.workers.trace_notes import KEY_BYTES, TraceNotes
 
 MAX_ROWS = 65535  # MAX_BATCH_ROWS of arena.h
 MAX_SLOTS = 65536
@@ -167,7 +168,8 @@ def _row_bytes(specs: Mapping[str, TensorSpec]) -> tuple[int, ...] | None:
 
 
 class Arena:
-    """One process's mapping of an arena: memory, doorbells and the ring over them. `close()` releases it."""
+    """One process's mapping of an arena: memory, doorbells, the ring over them and the trace notes behind it.
+    `close()` releases it."""
 
     def __init__(
         self,
@@ -181,6 +183,8 @@ class Arena:
         self.worker_doorbells = list(worker_doorbells)
         self.front_doorbells = list(front_doorbells)
         self.memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
+        size = geometry.slots, geometry.fronts, geometry.max_rows
+        self.traces = TraceNotes(self.memory, len(self.memory) - TraceNotes.measure(*size), *size)
 
     @classmethod
     def create(cls, geometry: Geometry, node: int = NO_NODE) -> Arena:
@@ -188,7 +192,10 @@ class Arena:
         memory."""
         layout = _layout(geometry)
         memory_fd = os.memfd_create("fastserve-arena", os.MFD_CLOEXEC)
-        os.ftruncate(memory_fd, batch_ring.measure(**layout))
+        ring_bytes = -(-batch_ring.measure(**layout) // mmap.PAGESIZE) * mmap.PAGESIZE
+        notes_bytes = TraceNotes.measure(geometry.slots, geometry.fronts, geometry.max_rows)
+        os.ftruncate(memory_fd, ring_bytes + notes_bytes)
+        os.pwrite(memory_fd, os.urandom(KEY_BYTES), ring_bytes)
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         bells = [[os.eventfd(0, flags) for _ in range(n)] for n in (geometry.workers, geometry.fronts)]
         arena = cls(geometry, memory_fd, *bells)
@@ -250,7 +257,10 @@ class Arena:
         self.worker_doorbells, self.front_doorbells, self.memory_fd = [], [], -1
         with contextlib.suppress(BufferError):  # a ring still looks at it; unmapped when that goes
             self.memory.close()
-        del self.memory  # the arena itself may be in a circle with its workers until it is collected
+        del (
+            self.memory,
+            self.traces,
+        )  # the arena itself may be in a circle with its workers until it is collected
 
 
 def _layout(geometry: Geometry) -> dict[str, Any]:

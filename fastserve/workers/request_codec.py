@@ -46,7 +46,7 @@ class RequestCodec(RequestCodecBase):
 
     def __init__(self, arena: Arena, ring: BatchRing, backend: RequestBackend) -> None:
         config = backend.config
-        self._backend = backend
+        self._backend, self.traces = backend, arena.traces
         self._slabs = open_slab_codec(arena, ring)
         self.put = self._slabs.put
         self._batching, self._outputs = backend.batching, list(backend.outputs)

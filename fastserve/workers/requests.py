@@ -26,6 +26,7 @@ from fastserve.backends.triton_api.utils import changes
 from fastserve.codec.slab_contents import AnswerNote, write_note
 from fastserve.errors import Kind, ServeError
 from fastserve.settings.model_options import may_isolate
+from fastserve.util.tracing import TraceContext
 from fastserve.workers.arena import WINDOW_PARTS, Arena
 from fastserve.workers.isolation import counted, isolate, most_runs
 from fastserve.workers.request_codec import Packed, RequestCodec
@@ -251,6 +252,13 @@ class RequestReply(OneReply):
     def cancelled(self) -> bool:
         """Whether the caller has left."""
         return not self.ended and not self._batch.ring.waits(self._batch.slot, self._row)
+
+    def trace_context(self) -> TraceContext | None:
+        """Return what spans of the model are to have as their parent; None for a request that is not
+        traced."""
+        batch = self._batch
+        notes = batch.codec.traces.read(batch.slot, batch.ring.seq(batch.slot))
+        return next((note.context for note in notes if note.first_row == self._row), None)
 
     def _abandon(self) -> None:
         """End a request that the model has let go of."""

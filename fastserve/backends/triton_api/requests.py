@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 from fastserve._ext.triton_requests import Outputs, WholeRequest
 from fastserve.backends.triton_api.tensor import Tensor, TritonModelException
 from fastserve.errors import Kind
+from fastserve.util.tracing import TraceContext
 
 REQUEST_SEQUENCE_START, REQUEST_SEQUENCE_END = 1, 2
 RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
@@ -113,6 +114,10 @@ class ResponseSink(Protocol):
     def cancelled(self) -> bool:
         """Return whether the client has left."""
 
+    def trace_context(self) -> TraceContext | None:
+        """Return what spans of the model are to have as their parent; None for a request that is not
+        traced."""
+
 
 class ResponseSender:
     """Answers one request, from any thread, at any time, any number of times until the final flag."""
@@ -167,10 +172,30 @@ class bls:
     threads: ThreadPoolExecutor | None = None
 
 
+class InferenceTrace:
+    """The trace of a request, as a model continues it."""
+
+    def __init__(self, context: TraceContext | None = None) -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        """Return the span that the model's own are to be below, as JSON of the headers `traceparent` and
+        `tracestate`; None for a request that is not traced."""
+        context = self._context
+        if context is None:
+            return None
+        carrier = {"traceparent": context.traceparent}
+        return json.dumps({**carrier, "tracestate": context.state} if context.state else carrier)
+
+
+NOT_TRACED = InferenceTrace()
+
+
 class InferenceRequest(WholeRequest):
     """One request: the server's, or one the model makes to call another model with exec()."""
 
     preferred: PreferredMemory | None = None
+    _trace = NOT_TRACED
 
     def __init__(
         self,
@@ -202,6 +227,8 @@ class InferenceRequest(WholeRequest):
         self._timeout_us, self._priority = int(timeout), int(priority)
         self._parameters = _read_parameters(parameters)
         self.preferred = preferred_memory
+        if isinstance(trace, InferenceTrace):
+            self._trace = trace
 
     def set_flags(self, flags: int) -> None:
         """Set the flags, before exec()."""
@@ -231,9 +258,10 @@ class InferenceRequest(WholeRequest):
         """Return the memory the caller prefers for outputs."""
         return self.preferred
 
-    def trace(self) -> Any:
-        """Return None: nothing is traced from inside a model."""
-        return None
+    def trace(self) -> InferenceTrace:
+        """Return the trace of a request of the server, from which a model's own spans go on."""
+        context = None if self._reply is None else self._reply.trace_context()
+        return self._trace if context is None else InferenceTrace(context)
 
     @property
     def plain_parameters(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from fastserve.backends.triton_api.requests import (
     REQUEST_SEQUENCE_START,
     InferenceRequest,
     InferenceResponse,
+    InferenceTrace,
     MemoryType,
     PreferredMemory,
     ResponseSender,
@@ -151,6 +152,7 @@ TRITON_STRING_TO_NUMPY = {
 __all__ = [
     "InferenceRequest",
     "InferenceResponse",
+    "InferenceTrace",
     "Metric",
     "MetricFamily",
     "MetricKind",

@@ -65,6 +65,7 @@ from fastserve.serving.slow_path import answer_slowly
 from fastserve.serving.streams import Turn, answer_stream, generate
 from fastserve.tensor import DTYPE_BY_KSERVE, KSERVE_NAME
 from fastserve.util.offload import OFFLOAD_BYTES
+from fastserve.util.spans import current_span
 
 # Fields of InferTensorContents by their numbers, with Triton's names of their types.
 _CONTENTS = ("", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
@@ -469,10 +470,11 @@ class ModelStream:
         self._service, self._fast, self._rpc = service, fast, rpc
         self._ends_on_fault = ERROR_MODE in rpc.metadata
         self._deadline_ns = deadline_of(rpc)
+        self._traced = current_span() is not None
 
     def begin(self, data: bytes, turn: Turn) -> Coroutine[Any, Any, None] | None:
         """Start a request of a known skeleton and return None, or return the coroutine that answers it."""
-        skeleton = skeleton_of(self._service, data)
+        skeleton = None if self._traced else skeleton_of(self._service, data)
         if skeleton is not None and self._fast.start(skeleton, turn, self._deadline_ns):
             return None
         return self._answer(data, skeleton, turn)

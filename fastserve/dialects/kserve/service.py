@@ -24,7 +24,7 @@ from fastserve.serving.model_view import ModelView, find_version
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.serving.traces import OFF, Setting, Traces
 from fastserve.settings import TritonOptions
-from fastserve.settings.kserve_options import TRACE_LEVELS, parse_trace_config
+from fastserve.settings.kserve_options import OPENTELEMETRY, TRACE_LEVELS, parse_trace_config
 from fastserve.util.logs import switch_logs
 
 # The ranges of settings that are numbers.
@@ -74,7 +74,9 @@ def _read_number(name: str, value: Value, gap: str) -> Setting:
 
 
 def check_trace(settings: Mapping[str, Setting]) -> None:
-    """Raise ServeError for settings that cannot trace."""
+    """Raise ServeError for settings that cannot trace, and for any change in the mode opentelemetry."""
+    if settings["trace_mode"] == OPENTELEMETRY:
+        raise unsupported("trace settings of mode opentelemetry are given at the start, by --trace-config")
     if settings["trace_level"] == OFF:
         return
     failed = "Attempting to set invalid trace setting :"

@@ -22,6 +22,7 @@ from fastserve.errors import Kind, ServeError, internal
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.util.offload import Offload
+from fastserve.util.spans import RunTrace, current_span
 
 TOO_LARGE = "a request of {} bytes of tensors, allowed: up to {} (limits.memory_bytes)"
 
@@ -29,12 +30,16 @@ OWNER_GRACE_S = 1.0
 """The owner ends a request at its deadline; this long after it, the owner is no longer waited for."""
 
 
+Relayed = tuple[InferResponse, list[int], list[RunTrace]]
+"""A response, the times of its batch, and the runs of a traced request."""
+
+
 @dataclass(slots=True, eq=False)
 class RelayedCall:
     """A request that the owner has, and where it lies. `answer` is cancelled when the client has left."""
 
     offset: int
-    answer: asyncio.Future[tuple[InferResponse, list[int]]]
+    answer: asyncio.Future[Relayed]
 
 
 class RelayClient:
@@ -65,14 +70,15 @@ class RelayClient:
         call = RelayedCall(offset, asyncio.get_running_loop().create_future())
         self._calls[number] = call
         self._channel.send(TicketKind.REQUEST, number, offset)
-        response, times = await self._answer(number, call, request.deadline_ns)
+        response, times, runs = await self._answer(number, call, request.deadline_ns)
         if request.times is not None:
             request.times.extend(times)
+        span = current_span()
+        if span is not None and request.trace is not None:
+            span.replace_run(request.trace, runs)
         return response
 
-    async def _answer(
-        self, number: int, call: RelayedCall, deadline_ns: int
-    ) -> tuple[InferResponse, list[int]]:
+    async def _answer(self, number: int, call: RelayedCall, deadline_ns: int) -> Relayed:
         late = None
         if deadline_ns:
             left_s = max(deadline_ns - time.monotonic_ns(), 0) / 1e9 + OWNER_GRACE_S
@@ -116,15 +122,15 @@ class RelayClient:
             release()
             return
         try:
-            response, times = unpack_reply(self._channel.reply_view(offset))
+            relayed = unpack_reply(self._channel.reply_view(offset))
         except BaseException as error:
             release()
             call.answer.set_exception(
                 error if isinstance(error, ServeError) else internal("the owner's reply cannot be read")
             )
             return
-        response.on_release = release
-        call.answer.set_result((response, times))
+        relayed[0].on_release = release
+        call.answer.set_result(relayed)
 
     # --- request memory
 

@@ -7,7 +7,7 @@ released."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,8 @@ from fastserve.engine.relay.channel import Parts
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, invalid
 from fastserve.request import InferRequest, InferResponse, by_name
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
+from fastserve.util.spans import RunTrace
+from fastserve.util.tracing import TraceContext
 
 ALIGN = 64
 _LENGTH_BYTES = 4
@@ -42,7 +44,8 @@ class RelayedError(msgspec.Struct, array_like=True, gc=False):
 
 class RelayedRequest(msgspec.Struct, array_like=True, gc=False):
     """A request without its tensors' bytes. `version` is the owner's id of it; `flags`: 1 starts a
-    sequence, 2 ends it, 4 asks for the times of its batch; `account` is the name of its API key."""
+    sequence, 2 ends it, 4 asks for the times of its batch; `account` is the name of its API key, `trace` the
+    context of a traced request."""
 
     version: int
     tensors: list[TensorHead]
@@ -55,15 +58,18 @@ class RelayedRequest(msgspec.Struct, array_like=True, gc=False):
     flags: int
     parameters: dict[str, Any]
     account: str
+    trace: TraceContext | None
 
 
 class RelayedReply(msgspec.Struct, array_like=True, gc=False):
-    """A response without its tensors' bytes, or the error in its place."""
+    """A response without its tensors' bytes, or the error in its place. `runs` are those of a traced
+    request."""
 
     tensors: list[TensorHead]
     parameters: dict[str, Any]
     times: list[int]
     error: RelayedError | None
+    runs: list[RunTrace] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -87,6 +93,7 @@ def pack_request(version: int, request: InferRequest) -> Packed:
         flags,
         request.parameters,
         "" if request.account is None else request.account.name,
+        None if request.trace is None else request.trace.context,
     )
     try:
         data = _encode(head)
@@ -97,8 +104,9 @@ def pack_request(version: int, request: InferRequest) -> Packed:
 
 def unpack_request(
     memory: memoryview, find_account: Callable[[str], Account | None]
-) -> tuple[int, InferRequest]:
-    """Return the owner's id of the version and the request, whose tensors are views. Raises ValueError."""
+) -> tuple[int, InferRequest, TraceContext | None]:
+    """Return the owner's id of the version, the request, whose tensors are views, and the context of a traced
+    one. Raises ValueError."""
     data, at = _head_of(memory)
     head = _read_request(data)
     request = InferRequest(
@@ -115,13 +123,13 @@ def unpack_request(
         [] if head.flags & 4 else None,
         account=find_account(head.account) if head.account else None,
     )
-    return head.version, request
+    return head.version, request, head.trace
 
 
-def pack_response(response: InferResponse, times: list[int] | None) -> Packed:
+def pack_response(response: InferResponse, times: list[int] | None, runs: Sequence[RunTrace] = ()) -> Packed:
     """Return the parts of a response."""
     told = list(response.in_order())
-    head = RelayedReply(_heads_of(told), response.parameters, times or [], None)
+    head = RelayedReply(_heads_of(told), response.parameters, times or [], None, list(runs))
     return _lay_out(_encode(head), [tensor.data for _, tensor in told])
 
 
@@ -130,15 +138,15 @@ def pack_error(error: ServeError) -> Packed:
     return _lay_out(_encode(RelayedReply([], {}, [], _write_error(error))), [])
 
 
-def unpack_reply(memory: memoryview) -> tuple[InferResponse, list[int]]:
-    """Return the response, whose tensors are views, and the times of its batch. Raises the ServeError that
-    came in its place, or ValueError."""
+def unpack_reply(memory: memoryview) -> tuple[InferResponse, list[int], list[RunTrace]]:
+    """Return the response, whose tensors are views, the times of its batch, and the runs of a traced request.
+    Raises the ServeError that came in its place, or ValueError."""
     data, at = _head_of(memory)
     head = _read_reply(data)
     if head.error is not None:
         raise _read_error(head.error)
     outputs, repeated = by_name(_tensors_of(memory, at, head.tensors))
-    return InferResponse(outputs, None, head.parameters, repeated=repeated), head.times
+    return InferResponse(outputs, None, head.parameters, repeated=repeated), head.times, head.runs
 
 
 def _heads_of(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorHead]:

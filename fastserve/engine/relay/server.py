@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from fastserve._ext.fast_path import ACCOUNT
@@ -26,6 +27,7 @@ from fastserve.errors import Kind, ServeError, internal
 from fastserve.repository.version import Version
 from fastserve.request import BorrowedInputs
 from fastserve.util.offload import Offload
+from fastserve.util.spans import RequestSpan, in_span
 
 log = logging.getLogger(__name__)
 
@@ -91,15 +93,18 @@ class RelayServer:
             self._channel.send(TicketKind.END, number)
 
     async def _respond(self, number: int, offset: int, borrowed: BorrowedInputs) -> None:
-        key, request = unpack_request(self._channel.request_view(offset), self._engine.find_account)
+        key, request, trace = unpack_request(self._channel.request_view(offset), self._engine.find_account)
         ACCOUNT.set(request.account)  # also of an ensemble's steps
         request.borrowed, borrowed.tensors = borrowed, tuple(request.inputs.values())
         version = self._find(key)
         if version is None:
             raise version_gone()
-        response = await self._engine.infer(version, request)
+        span = None if trace is None else RequestSpan(trace, "", None, time.monotonic_ns())
+        with nullcontext() if span is None else in_span(span):
+            response = await self._engine.infer(version, request)
         try:
-            await self._reply(number, pack_response(response, request.times), ROOM_LIMIT_S)
+            runs = () if span is None else span.runs
+            await self._reply(number, pack_response(response, request.times, runs), ROOM_LIMIT_S)
         finally:
             response.release()
 

@@ -224,6 +224,7 @@ async def stream_on_queue(
     write = partial(ArenaIO(queue).write_inputs, lease, rows, request.inputs, request)
     await queue.fill(lease, rows, inputs_bytes(request.inputs), write)
     parts = PartReader(queue, lease, version)
+    ended = None if request.trace is None else queue.trace_lease(request.trace, lease, rows)
     ticket = queue.submit(lease, rows, parts.done, request.deadline_ns, parts, request.account)
     parts.submitted(ticket)
     try:
@@ -233,6 +234,8 @@ async def stream_on_queue(
                 parts.count(part, failed=response.error is not None)
                 yield response
     finally:
+        if ended is not None:
+            ended()
         parts.close(ticket)
 
 

@@ -110,8 +110,11 @@ async def _run(
 def submit_written(queue: BatchQueue, request: InferRequest, rows: int, lease: int) -> tuple[Answer, Ticket]:
     """Submit a written lease. The future's result is the ticket, which the caller releases."""
     answer: Answer = asyncio.get_running_loop().create_future()
+    ended = None if request.trace is None else queue.trace_lease(request.trace, lease, rows)
 
     def done(ticket: Ticket, error: ServeError | None) -> None:
+        if ended is not None:
+            ended()
         if answer.cancelled():  # cancelled in the very turn the answer came
             if error is None:
                 queue.release(ticket)

@@ -61,7 +61,7 @@ from fastserve.net.limits import Verdict, WireFault, slowness
 from fastserve.net.request import RequestHead as HttpHead
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim
 from fastserve.util.offload import OFFLOAD_BYTES
-from fastserve.util.tracing import choose_request_id
+from fastserve.util.tracing import TraceContext, choose_request_id
 
 LATE = "Deadline Exceeded"  # as gRPC's own servers say it
 MOST_READ = 64
@@ -216,6 +216,17 @@ class GrpcCall(CallPath):
             given, trace = headers.get(b"x-request-id", b""), headers.get(b"traceparent", b"")
             self._request_id: str = choose_request_id(given, trace)
             return self._request_id
+
+    @property
+    def parent(self) -> TraceContext | None:
+        """Return the client's span by its traceparent; None without one."""
+        http = self.head.http
+        return None if http is None else http.read_parent()
+
+    def follow_trace(self, trace_id: str) -> None:
+        """Name a traced call by its trace, unless the client has named it."""
+        if self.head.http is None or not self.head.http.identified:
+            self._request_id = trace_id
 
     @property
     def address(self) -> str:

@@ -12,10 +12,12 @@ from fastserve.net.api_keys import ApiKeyGate, Compartment
 from fastserve.net.grpc.calls import GrpcCalls, MethodsOf
 from fastserve.net.grpc.health import Health, reflection_methods
 from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_method
+from fastserve.net.grpc.traced_methods import trace_method
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.inherited_sockets import InheritedSockets
 from fastserve.net.listener import HttpListener
 from fastserve.net.tls import Credentials
+from fastserve.net.traced_endpoints import Tracer
 from fastserve.settings import GrpcOptions, Limits
 from fastserve.util.memory_budget import MemoryBudget
 
@@ -148,16 +150,19 @@ class GrpcListener:
         passed_on: InheritedSockets | None = None,
         gate: ApiKeyGate | None = None,
         methods_of: MethodsOf | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._balancer = balancer
         self._tls, self._budget, self._passed_on, self._gate = tls, budget, passed_on, gate
-        self._restrictions, self._methods_of = restrictions, methods_of
+        self._restrictions, self._methods_of, self._tracer = restrictions, methods_of, tracer
         self._health = Health(nameless=nameless_health)
         health_methods = _health_methods(self._health)
-        self._methods = tuple(guard_method(restrictions, method) for method in (*methods, *health_methods))
+        self._methods = tuple(
+            guard_method(restrictions, trace_method(tracer, method)) for method in (*methods, *health_methods)
+        )
         # As grpc.health.v1 knows them.
         self.services = tuple(dict.fromkeys((*(method.service for method in methods), *health_names)))
         most = options.message_bytes
@@ -184,7 +189,8 @@ class GrpcListener:
 
     def _narrow(self, compartment: Compartment) -> Sequence[Method]:
         assert self._methods_of is not None
-        return [guard_method(self._restrictions, method) for method in self._methods_of(compartment)]
+        methods = [trace_method(self._tracer, method) for method in self._methods_of(compartment)]
+        return [guard_method(self._restrictions, method) for method in methods]
 
     @property
     def listener(self) -> HttpListener | None:

@@ -292,7 +292,7 @@ class StreamCall(Call):
         if self._replied and not self.gone:
             self._refuse_second()
         block = self._frame(status, content_type, self._named(status, headers), -1, self.head.mode)
-        self._begin_stream()
+        self._begin_stream(status)
         self._stream = reply = Http2ReplyStream(self, status, block, self.carrier)
         return reply
 

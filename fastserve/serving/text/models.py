@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic_ns
 from typing import Any
 
 import msgspec
@@ -41,9 +42,10 @@ from fastserve.repository.version import Attachment, Version, VersionState
 from fastserve.serving.dialect import ServingContext
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text.chat import ChatTemplate
-from fastserve.serving.text.stream import Embedding, EncodedPrompt, TextStream
+from fastserve.serving.text.stream import Embedding, EncodedPrompt, SequenceTrace, TextStream
 from fastserve.serving.text.tokenizer import LEAST_LONGEST, MOST_CHARACTERS, Piece, Tokenizer, load_tokenizer
 from fastserve.util.offload import Offload
+from fastserve.util.spans import current_span
 
 LEAST_CHARACTERS = 1 << 16
 """Characters that a prompt may have for every model, however few tokens it takes."""
@@ -441,6 +443,8 @@ class TextModel:
             raise ServeError(Kind.INVALID_ARGUMENT, f"model '{self.name}' takes text only, not images")
         await self._ready()
         ids, text = await self._offload(_work_of(ask), self._read, ask)
+        if (traced := current_span()) is not None:
+            traced.add("decode", traced.started_ns, monotonic_ns())
         seed = int.from_bytes(os.urandom(8), "little") if ask.seed is None else ask.seed
         stops = StopTable(ask.stop) if ask.stop else None
         streams: list[TextStream] = []
@@ -521,11 +525,15 @@ class TextModel:
             parameters=dict(ask.parameters),
             images=list(ask.images),
         )
-        reader = weakref.ref(stream)
+        reader, span = weakref.ref(stream), current_span()
+        if span is not None:
+            stream.trace = SequenceTrace(span, self.name, self.version.number)
 
         def heard(records: list[Record]) -> None:
             there = reader()
             if there is not None:
+                if there.trace is not None:
+                    there.trace.heard()
                 there.on_tokens(records)
 
         stream.bind(self._engine.generate(self.version, ids, note, heard))

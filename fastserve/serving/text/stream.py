@@ -39,6 +39,7 @@ from fastserve.codec.generation import Extra, Finish, GenerationRun, Logprobs, R
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, unpack_status, worker_lost
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.text.tokenizer import Detokenizer
+from fastserve.util.spans import Attributes, RequestSpan
 
 CANCELLED = "the request was cancelled"
 TIMED_OUT = "the request's time was up"
@@ -89,6 +90,42 @@ unread = Unread()
 """The account of this process."""
 
 
+class SequenceTrace:
+    """One sequence of a traced request: a span from its start to its last token."""
+
+    __slots__ = ("_begun_ns", "_first_ns", "_model", "_span")
+
+    def __init__(self, span: RequestSpan, model: str, version: int) -> None:
+        self._span, self._model = span, model
+        self._begun_ns, self._first_ns = monotonic_ns(), 0
+        if span.attributes.setdefault("fastserve.model", model) == model:
+            span.attributes.setdefault("fastserve.model.version", version)
+        span.attributes.setdefault("gen_ai.request.model", model)
+
+    def heard(self) -> None:
+        """Note that tokens have come."""
+        self._first_ns = self._first_ns or monotonic_ns()
+
+    def end(self, stream: TextStream, ending: Ending) -> None:
+        """Add the span of the sequence, and its tokens to those of its request."""
+        totals, now_ns = self._span.attributes, monotonic_ns()
+        tokens = {
+            "gen_ai.usage.input_tokens": stream.prompt_tokens,
+            "gen_ai.usage.output_tokens": ending.generated,
+        }
+        for name, count in tokens.items():
+            before = totals.get(name, 0)
+            totals[name] = count + (before if isinstance(before, int) else 0)
+        finish = ending.reason.name.lower()
+        about: Attributes = {**tokens, "gen_ai.request.model": self._model}
+        about["gen_ai.response.finish_reasons"] = [finish]
+        totals["gen_ai.response.finish_reasons"] = [finish]
+        moments = [("first token", self._first_ns)] if self._first_ns else []
+        self._span.add("generate", self._begun_ns, now_ns, about, moments)
+        if ending.fault is not None:
+            self._span.fail(ending.fault.message)
+
+
 class TextStream:
     """One sequence, made by TextModel.start. `seed` is the one it runs with."""
 
@@ -112,6 +149,7 @@ class TextStream:
         """Called on the loop for new tokens, once for all that came together."""
         self._detokenizer, self._stops, self._specials = detokenizer, stops, specials
         self._include_stop = include_stop
+        self.trace: SequenceTrace | None = None  # of a request that is traced
         self._run: GenerationRun | None = None
         self._flow: Flow | None = None
         self._taken_ns = 0
@@ -336,6 +374,9 @@ class TextStream:
 
     def _end(self, reason: Finish, stop: str | None = None, fault: ServeError | None = None) -> None:
         self.ending = Ending(reason, "".join(self._texts), self._ids, stop, fault)
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            trace.end(self, self.ending)
 
     def _leave(self) -> None:
         """Detach from the engine, and cancel its run if that still goes on."""

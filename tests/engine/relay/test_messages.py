@@ -67,7 +67,7 @@ def test_a_request_comes_as_it_was_sent(
     sent.times = [] if flags[2] else None
     accounts = {"team": KeyUsage("team")}
     sent.account = accounts["team"] if request_id else None
-    key, came = unpack_request(laid(pack_request(7, sent)), accounts.get)
+    key, came, _ = unpack_request(laid(pack_request(7, sent)), accounts.get)
     assert key == 7
     assert plain(came.inputs) == plain(inputs)
     for name in ("outputs", "request_id", "priority", "deadline_ns", "parameters", "sequence_id"):
@@ -79,7 +79,7 @@ def test_a_request_comes_as_it_was_sent(
 def test_tensors_lie_aligned_and_are_not_copied() -> None:
     inputs = {name: Tensor(DTYPES["uint8"], (5,), b"abcde") for name in "xyz"}
     memory = laid(pack_request(1, InferRequest(inputs)))
-    _, came = unpack_request(memory, {}.get)
+    _, came, _ = unpack_request(memory, {}.get)
     whole = bytes(memory)
     assert [whole.index(b"abcde", at * ALIGN) % ALIGN for at in (1, 2, 3)] == [0, 0, 0]
     memory[whole.index(b"abcde")] = ord("X")
@@ -97,7 +97,7 @@ def test_a_response_comes_as_it_was_sent(repeated: bool) -> None:
     x, y = (Tensor(DTYPES["float32"], (1, 1), data) for data in (b"1234", b"5678"))
     told = [("x", x), ("y", y), ("x", y)]
     response = InferResponse({"x": x, "y": y}, parameters={"a": 1}, repeated=told if repeated else ())
-    came, times = unpack_reply(laid(pack_response(response, [1, 2, 3])))
+    came, times, _ = unpack_reply(laid(pack_response(response, [1, 2, 3])))
     assert (times, came.parameters) == ([1, 2, 3], {"a": 1})
     assert plain(came.outputs) == plain(response.outputs)
     assert [name for name, _ in came.in_order()] == [name for name, _ in response.in_order()]
