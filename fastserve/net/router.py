@@ -39,8 +39,8 @@ from fastserve.net.deadlines import (
 from fastserve.net.key_usage import limit_headers
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
-from fastserve.settings import Limits
 from fastserve.net.traced_endpoints import Tracer
+from fastserve.settings import Limits
 
 CHECKED_BYTES = 1 << 20
 """Content-Length from which a route is asked whether it takes such a body."""
