@@ -42,6 +42,9 @@ cdef class Account:
     def __cinit__(self, *args, **kwargs):
         self.weight = 1.0
 
+    def check_rows(self) -> None:
+        """Raise where the rows so far are over a limit: a subclass does."""
+
 
 cdef class Ticket:
     """One lease somebody waits for; `context` is the submitter's own. Calling it cancels it.

@@ -16,6 +16,7 @@ class Account:
     charged: bool
     weight: float
     board: Any
+    def check_rows(self) -> None: ...
 
 class Ticket:
     queue: Any

@@ -93,8 +93,8 @@ async def answer_slowly(exchange: Exchange, request: SlowRequest) -> None:
 async def _run(exchange: Exchange, request: SlowRequest) -> int:
     """How long its answer was written. Reading is counted whatever comes of it, as on the fast path."""
     asked = await request.read()
-    if asked.account is not None and asked.account.charged:
-        asked.account.check_rows()  # type: ignore[attr-defined]  # again: it may be one of many in a stream
+    if asked.account is not None and asked.account.charged:  # again: it may be one of many in a stream
+        asked.account.check_rows()
     version, traffic = request.version, request.service.traffic
     traffic.stages(version.model, version.number)[0].observe_ns(monotonic_ns() - exchange.received_ns)
     read_ns = monotonic_ns()

@@ -12,6 +12,7 @@ import pytest
 from fastserve.errors import ServeError
 from fastserve.metrics import Registry
 from fastserve.metrics.names import Traffic
+from fastserve.request import InferRequest
 from fastserve.serving.slow_path import SlowRequest, answer_slowly
 
 
@@ -32,6 +33,7 @@ class Learner(SlowRequest):
 
     async def read(self) -> Any:
         self.version: Any = Version()
+        return InferRequest({})
 
     async def run(self, request: Any) -> Any:
         return Response()
