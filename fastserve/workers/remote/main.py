@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from fastserve.util.logs import log_prints, log_uncaught, setup_logs
+from fastserve.util.memory import share_heap
 from fastserve.workers.control import die_with_owner, name_process
 from fastserve.workers.process import ENTRY
 from fastserve.workers.remote.keys import read_key
@@ -36,6 +37,7 @@ class WorkerOrder(msgspec.Struct):
 
 def main(arguments: list[str]) -> int:
     """Run one remote worker to its end; the exit status."""
+    share_heap()  # with libzmq's threads, which receive what is freed here
     fd, order = int(arguments[0]), msgspec.json.decode(arguments[1], type=WorkerOrder)
     die_with_owner(fd)
     name_process("remote")

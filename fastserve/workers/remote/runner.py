@@ -25,7 +25,7 @@ from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
 from fastserve.errors import Kind, Reason, ServeError, pack_status
 from fastserve.settings.model_options import RayPlacement, is_loopback, may_isolate, read_address, read_links
-from fastserve.util.memory import gc_freeze
+from fastserve.util.memory import gc_freeze, keep_freed_memory, share_heap
 from fastserve.workers.arena import Arena
 from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.group import Backoff
@@ -103,6 +103,7 @@ class RemoteVersion:
         ConfigError."""
         limit_s = float(self._config.get("load_timeout_s") or 300.0)
         until_s, first_s = time.monotonic() + 0.9 * limit_s, 0.0
+        share_heap()  # with libzmq's threads, which receive what is freed here
         self.connections = self._open()
         wanted = self.placement.workers.min
         log.info("%s waits for %d remote workers at %s", self._name, wanted, self.connections.address)
@@ -497,6 +498,7 @@ def serve_remote(
         connections.go(dense=arena.geometry.dense)
         _await_ready(model, len(connections.loaded))
         gc_freeze()
+        keep_freed_memory()  # for the next answer
         control.send({"op": "ready"})
         _send_batches(ring, runner, connections, watch, control)
     finally:

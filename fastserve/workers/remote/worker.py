@@ -20,7 +20,7 @@ import signal
 import socket as sockets
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from fastserve.backends.base import SupportsSignatures, check_capabilities, writ
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.errors import ConfigError, Kind
 from fastserve.util.logs import raw_trace
+from fastserve.util.memory import keep_freed_memory
 from fastserve.workers.arena import Arena, WorkerContext, plan_geometry
 from fastserve.workers.loop import Runner, answer, make_runner, warm_up
 from fastserve.workers.process import worker_environment
@@ -99,6 +100,7 @@ class LocalArena:
         self._runner: Runner = make_runner(WorkerContext(self._arena, self._ring, backend, config))
         self._inputs, self._outputs = len(backend.inputs), len(backend.outputs)
         self._spans: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+        self._finish: Callable[[], None] = getattr(self._runner, "drain", lambda: None)
         self._held: deque[tuple[Any, list[tuple[int, int]]]] = (
             deque()
         )  # outputs on their way, and their leases
@@ -113,7 +115,7 @@ class LocalArena:
         if self._ring.take() != slot:
             raise ProtocolFault("a batch that did not come to be one of its own")
         answer(self._ring, self._runner, slot)
-        getattr(self._runner, "drain", lambda: None)()
+        self._finish()
         _, _, run_ns, ran_ns, _ = self._front.times_ns(slot)
         found = WireMessage(MessageKind.ANSWER, batch.batch, batch.rows, ran_ns=max(ran_ns - run_ns, 0))
         self._collect(found, slot, wanted)
@@ -518,6 +520,7 @@ class RemoteWorker:
         except BaseException as error:
             self._fail(error, "")
         assert loaded.arena is not None
+        keep_freed_memory()  # for the next batch and its arrays
         return loaded.arena
 
     def _fail(self, error: BaseException, folder: str) -> None:
