@@ -96,7 +96,7 @@ class RemotePeer:
     model: LoadedModel | None = None
     heard_s: float = 0.0
     head_s: float = 0.0  # since when the oldest batch in flight is at its head
-    run_s: float = 0.0  # of a batch, on average of the last ones
+    run_s: float = 0.0  # of a batch, on average of the last ones; 0 before the first
     batches: int = 0
     flights: dict[int, RemoteBatch] = field(default_factory=dict)
     joined: list[bytes] = field(default_factory=list)  # messages that leave in one frame

@@ -234,8 +234,8 @@ def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
 
 
 def _suitable(run_s: float) -> int:
-    """Return how many batches a worker gets at a time whose batches take `run_s`."""
-    return MOST_AHEAD if run_s * MOST_AHEAD <= AHEAD_S else max(int(AHEAD_S / run_s), 1)
+    """Return how many batches a worker gets at a time whose batches take `run_s`; 0: not known yet."""
+    return min(max(int(AHEAD_S / run_s), 1), MOST_AHEAD) if run_s else 1
 
 
 class RemoteRunner:
@@ -377,7 +377,8 @@ class RemoteRunner:
         self.flying -= 1
         now_ns = time.monotonic_ns()
         ran_ns = min(message.ran_ns, now_ns - int(flight.sent_s * 1e9))
-        peer.run_s += (ran_ns / 1e9 - peer.run_s) / 8
+        ran_s = max(ran_ns, 1) / 1e9
+        peer.run_s += (ran_s - peer.run_s) / 8 if peer.run_s else ran_s
         peer.batches += 1
         peer.head_s = now_ns / 1e9
         self._rows += ring.batch_rows(slot)

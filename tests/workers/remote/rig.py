@@ -279,11 +279,15 @@ def floats(values: Sequence[float]) -> bytes:
 
 
 def answer(
-    asked: WireMessage, *parts: bytes, entries: Sequence[tuple[int, int]] = (), status: int = 0
+    asked: WireMessage,
+    *parts: bytes,
+    entries: Sequence[tuple[int, int]] = (),
+    status: int = 0,
+    ran_ns: int = 1000,
 ) -> list[bytes]:
     """The answer to a BATCH."""
     return WireMessage(
-        MessageKind.ANSWER, asked.batch, asked.rows, status, ran_ns=1000, table=entries, parts=parts
+        MessageKind.ANSWER, asked.batch, asked.rows, status, ran_ns, table=entries, parts=parts
     ).pack()
 
 

@@ -14,7 +14,7 @@ import zmq
 from fastserve.errors import ConfigError
 from fastserve.settings.model_options import read_address
 from fastserve.workers.remote import connections as hubs
-from fastserve.workers.remote.connections import WorkerConnections
+from fastserve.workers.remote.connections import RemoteBatch, WorkerConnections
 from fastserve.workers.remote.keys import make_keys, read_key, write_keys
 from fastserve.workers.remote.protocol import (
     Failure,
@@ -310,6 +310,24 @@ def test_batches_go_to_who_has_least_to_do() -> None:
             )
         assert not it.runner.room
         assert len(players) == 3
+
+
+def test_a_worker_gets_as_many_batches_as_take_two_milliseconds() -> None:
+    with bench() as it:
+        player = it.player()
+        (peer,) = it.connections.ready
+        for ran_ns, most in ((0, 1), (3_000_000, 1), (600_000, 3), (1_000, 16)):
+            for _ in range(60 if ran_ns else 0):  # on average of the last ones
+                lease = it.put([1, 2])
+                batch = player.expect(it.connections, MessageKind.BATCH)
+                player.send(answer(batch, floats([2, 4]), ran_ns=ran_ns))
+                peer.flights[batch.batch].sent_s -= 1.0  # it has taken no less than it says
+                it.until(lambda: not it.runner.flying)
+                assert it.result(lease) == floats([2, 4])
+            while it.runner.room:
+                peer.flights[-len(peer.flights)] = RemoteBatch(0, 0, 0, 0.0)
+            assert len(peer.flights) == most
+            peer.flights.clear()
 
 
 def test_only_the_key_of_its_workers_is_let_in(tmp_path: Path) -> None:
