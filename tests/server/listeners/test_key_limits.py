@@ -257,6 +257,52 @@ def test_each_message_of_a_stream_has_rows(tmp_path: Path) -> None:
     run(work())
 
 
+TELLER = """
+class Model:
+    info = {"tokenizer": "", "eos_ids": [999]}
+
+    def __init__(self, config):
+        pass
+
+    def generate(self, request):
+        for _ in range(request.sampling.max_new_tokens):
+            yield 7, "ab "
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_tokens_are_limited_and_counted(tmp_path: Path, stream: bool) -> None:
+    """An answer of more tokens than a second's worth is given; the next request waits for it."""
+    model = tmp_path / "teller"
+    (model / "1").mkdir(parents=True)
+    (model / "1" / "model.py").write_text(TELLER)
+    (model / "model.yaml").write_text("backend: text_python\n")
+    keys = Keys(tmp_path)
+    limited = add(keys.path, "k", tokens_per_second=1 / 36)
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, keys, load_models=("*",)) as server,
+            httpx.AsyncClient(timeout=60, headers=limited) as client,
+        ):
+            url = "http://{}:{}/v1/completions".format(*server.front.http[0].address)
+            asked = {"model": "teller", "prompt": "hello", "max_tokens": 50, "stream": stream}
+            reply = await client.post(url, json=asked)
+            assert reply.status_code == 200
+            assert reply.text.count("ab ") == 50
+            assert reply.headers["x-ratelimit-resource"] == "tokens"
+            reply = await client.post(url, json=asked)
+            assert reply.status_code == 429
+            assert reply.json()["error"]["message"] == "this API key may use 0.0277778 tokens a second"
+            assert reply.headers["x-ratelimit-resource"] == "tokens"
+            assert 1700 < int(reply.headers["retry-after"]) <= 1800
+            server.front.look_twice_a_second()
+            tokens, rows = server.registry.read(names.KEY_TOKENS, names.KEY_ROWS)
+            assert (tokens["k",], rows["k",]) == ((50.0,), (1.0,))
+
+    run(work())
+
+
 def test_replies_of_the_general_path_tell_what_is_left(tmp_path: Path) -> None:
     write_model(tmp_path)
     keys = Keys(tmp_path)
