@@ -46,11 +46,12 @@ import h2.settings
 
 from bench import workloads
 from bench.load import grpc_load, grps_load, servers, tfs_grpc_load, v1_load, v2_load
+from bench.load.h2_load import GRPC
 from bench.workloads import WORKLOADS
 from fastserve.settings.key_file import changing, make_key
 
 SEGMENTS = 3
-WARM_TURNS = 3
+WARM_TURNS = 6
 REST_S, REST_INSTRUCTIONS = 0.4, 20_000
 LIMIT_S = 30.0  # of one turn, and of what valgrind is asked
 START_S = 300.0
@@ -104,6 +105,7 @@ class Row:
     lines: tuple[str, ...] = ()  # further header lines, name and value in turn
     http2: bool = False
     together: tuple[int, int] = (ONCE, 1)
+    sized: bool = True  # the length of its body is told before the body
     paced: bool = False  # its worker decides when the front works
 
     def ways(self) -> Iterator[tuple[int, int, int]]:
@@ -134,7 +136,7 @@ def make_rows() -> dict[str, Row]:
         rows[name] = Row(path, body, kind, http2=True, together=together)
 
     def add_grpc(name: str, model: str, path: str, message: bytes, streams: int = 1) -> None:
-        add_http2(name, model, path, framed(message), "application/grpc", streams)
+        add_http2(name, model, path, framed(message), GRPC, streams)
 
     for name, workload in WORKLOADS.items():
         add(name, workload.model, workload.path, workloads.body(workload), workload.content_type)
@@ -166,6 +168,7 @@ def make_rows() -> dict[str, Row]:
         workload = WORKLOADS[name]
         body = workloads.body(workload)
         add_http2(part, workload.model, workload.path, body, workload.content_type, streams)
+    rows["h2-unsized"] = replace(rows["h2-imagebin"], sized=False)
     words = {"model": "text", "prompt": "one two three", "max_tokens": 32, "stream": True}
     rows["text-stream"] = Row("/v1/completions", json.dumps(words).encode(), together=(8, 1), paced=True)
     return rows
@@ -260,6 +263,8 @@ class Http2Connection(Connection):
             ("te", "trailers"),
             *zip(row.lines[::2], row.lines[1::2], strict=True),
         ]
+        if row.sized and row.content_type != GRPC:  # which tells a message's length in its prefix
+            self._headers.append(("content-length", str(len(row.body))))
         self._left: dict[int, bytes] = {}
         self._open = set[int]()
 
@@ -420,7 +425,7 @@ class CountedServer:
                 stack.callback(asking[-1].close)
             alone = row.paced or connections * streams == 1
             turn = self._free_turn if alone else self._turn
-            for _ in range(WARM_TURNS):
+            for _ in range(max(WARM_TURNS, turns)):
                 turn(asking)
             self._counted.take()
             taken = [self._segment(turn, asking, turns) for _ in range(SEGMENTS)]

@@ -408,8 +408,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         size = piece if isinstance(piece, int) else len(piece)
         inlet.credit -= counted
         inlet.received += size
-        self.hold(stream, size)
-        if stream.closed:  # there was no memory for it
+        if not self.hold(stream, size):
             return
         if inlet.credit < 0:
             raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the stream's window")
@@ -625,12 +624,15 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     # ---- the memory budget
 
-    def hold(self, stream: Http2Stream, nbytes: int) -> None:
-        """Count `nbytes` more that are held for a request."""
+    def hold(self, stream: Http2Stream, nbytes: int) -> bool:
+        """Count `nbytes` more that are held for a request; return False when it was refused for want of
+        memory."""
         stream.held += nbytes
-        self.held += nbytes
-        if self.held > self._most_held:
-            self._charge()
+        self.held = held = self.held + nbytes
+        if held <= self._most_held:
+            return True
+        self._charge()
+        return not stream.closed
 
     def release_bytes(self, stream: Http2Stream, nbytes: int) -> None:
         """Count `nbytes` fewer that are held for a request."""
