@@ -5,8 +5,8 @@
     python -m bench.instructions --old ../old/.venv/bin/python tiny --functions 20
     python -m bench.instructions --keys tiny grpc-tiny        # without API keys, and with them
 
-The clock of a shared machine differs by a fifth from run to run, a count of instructions by a hundredth (of one
-request at a time by four): it shows what a change adds where no load generator can. What is counted: user
+The clock of a shared machine differs by a fifth from run to run, a count of instructions by a hundredth (of
+one request at a time by four): it shows what a change adds where no load generator can. What is counted: user
 instructions and system calls of the front process, of all its threads. What is not: time in the kernel, waits
 for memory, housekeeping by the clock, and the workers, which run outside valgrind (`--worker` counts that of
 `tiny`).
