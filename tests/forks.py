@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -36,6 +36,8 @@ from tests import alone
 
 Items = range
 """Positions of one file's tests among the session's."""
+THREADS = "OMP_NUM_THREADS"
+"""How many OpenMP and OpenBLAS start; read by them when they are loaded."""
 
 
 class Shares:
@@ -91,6 +93,18 @@ class Forks:
     def __init__(self, count: int) -> None:
         self._count = count
         self._processes: dict[Connection, Process] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection(self) -> Generator[None, object, object]:
+        """Libraries that are imported meanwhile start no threads: a process that is forked has none of them,
+        and GNU's OpenMP would wait for them for ever."""
+        if THREADS in os.environ:
+            return (yield)
+        os.environ[THREADS] = "1"
+        try:
+            return (yield)
+        finally:
+            del os.environ[THREADS]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
@@ -235,6 +249,7 @@ def run_share(session: pytest.Session, line: Connection, number: int) -> NoRetur
     except (EOFError, ConnectionError, KeyboardInterrupt):  # nobody hears any more: end what has been begun
         session._setupstate.teardown_exact(None)
     except BaseException:
+        session.config.pluginmanager.getplugin("capturemanager").suspend_global_capture(in_=True)
         sys.excepthook(*sys.exc_info())
     finally:
         with suppress(BaseException):
