@@ -33,6 +33,8 @@ RPCS = shapes.rpcs()
 FAULTS = {500, 502, 504}
 # Triton answers 500 to a document that it cannot read, and so does its API here. A fault is in the log.
 TRITONS = "/v2/"
+TRITONS_SERVICE = "/inference.GRPCInferenceService/"  # INTERNAL, for models and regions that there are not
+TRITONS_CODE = grpc.StatusCode.INTERNAL
 # gRPC itself has INTERNAL for a message that cannot be decoded; here its words begin with `malformed`.
 GRPC_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 # Frames that end a connection, RFC 9113 section 7: the server's own error.
@@ -168,4 +170,6 @@ def call(channel: grpc.Channel, path: str, data: bytes) -> str:
         pass
     code = answers.code()
     words = answers.details() or ""
-    return f"{code.name}: {words}" if code in GRPC_FAULTS and not words.startswith("malformed ") else ""
+    if words.startswith("malformed ") or (path.startswith(TRITONS_SERVICE) and code is TRITONS_CODE):
+        return ""
+    return f"{code.name}: {words}" if code in GRPC_FAULTS else ""
