@@ -65,6 +65,7 @@ def make_span_id() -> str:
 
 
 ALWAYS = 1.0
+MOST_LEFT = (1 << 30) - 1  # a larger number costs Python twice the subtraction
 
 
 class TraceSampler:
@@ -97,9 +98,10 @@ class TraceSampler:
         if self._ratio >= ALWAYS:
             self.left = 1
         elif self._ratio <= 0:
-            self.left = 1 << 62
+            self.left = MOST_LEFT
         else:  # of a geometric distribution: as if each request had been drawn for by itself
-            self.left = 1 + int(log1p(-_random.random()) / log1p(-self._ratio))
+            gap = 1 + int(log1p(-_random.random()) / log1p(-self._ratio))
+            self.left = min(gap, MOST_LEFT)
 
     def _covers(self, trace_id: str) -> bool:
         """Whether OpenTelemetry's TraceIdRatioBased samples a trace: by the last 64 bits of its id."""
