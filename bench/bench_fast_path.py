@@ -27,7 +27,7 @@ def test_in_and_out(benchmark: Any, of: Any) -> None:
     queue = type("Queue", (of.TicketTable,), dict.fromkeys(names, nothing))(ring, 8)
     queue.room = SimpleNamespace(anyone=False)
     path = type("Path", (of.Lifecycle,), {"respond": nothing, "refuse": nothing})(
-        queue, ValueError, (nothing, nothing, nothing, nothing), None, False
+        queue, ValueError, (nothing, nothing, nothing, nothing), None, {}, False
     )
     columns = fast_path.Columns(ring, [0])
     prepared = SimpleNamespace(

@@ -63,7 +63,7 @@ class Story:
         self.queue.room = SimpleNamespace(anyone=shape["anyone"])
         meters = tuple(self.step(name, times=True) for name in ("counted", "duration", "decoded", "encoded"))
         answered = self.step("after", times=True) if shape["after"] else None
-        self.path = Path(self.queue, RefusedError, meters, answered, shape["replies"])
+        self.path = Path(self.queue, RefusedError, meters, answered, {}, shape["replies"])
         self.accounts = Client(), Client()
         self.accounts[1].charged = True
         self.path.accounted = shape["accounted"] is not None

@@ -115,8 +115,10 @@ class Lifecycle:
         refusals: Any,
         metrics: Any,
         answered: Any,
+        traced: Any,
         replies: bool = False,
     ) -> None:
+        assert not traced  # spans have tests of their own
         self.queue, self.refusals, self.replies = queue, refusals, replies
         self.counted, self.duration, self.decoded, self.encoded = metrics
         self.answered, self.accounted = answered, False
