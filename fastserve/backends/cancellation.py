@@ -12,7 +12,7 @@ shared memory, at that moment: it costs microseconds when it is asked, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
@@ -32,13 +32,18 @@ class Watched(Protocol):
         """Return for each row, in the order of the inputs, whether nobody waits for it."""
 
 
-_watched: ContextVar[Watched | None] = ContextVar("fastserve_watched", default=None)
+def _nobody() -> None:
+    """Return what a process watches that is no worker."""
+
+
+# Weak where a worker holds it: the context lives as long as its thread, the arena of a worker does not.
+_watched: ContextVar[Callable[[], Watched | None]] = ContextVar("fastserve_watched", default=_nobody)
 
 
 def cancelled() -> bool:
     """Return whether nobody waits any more for what the model is running: all clients of the batch, or of the
     request, have left, or their time is up. False outside of a worker."""
-    watched = _watched.get()
+    watched = _watched.get()()
     if watched is None:
         return False
     gone = watched.gone()
@@ -49,19 +54,19 @@ def cancelled_rows() -> np.ndarray[Any, Any]:
     """Return for each row of the inputs whether nobody waits for it: bools of shape `[rows]`, with the rows
     that pad a batch. Without a batch axis, and for functions of JSON, a request is a row. No rows outside of
     a worker."""
-    watched = _watched.get()
+    watched = _watched.get()()
     return np.array([] if watched is None else watched.gone(), bool)
 
 
 class WatchedBatch:
     """The batch of arrays that a worker runs. One for a worker: `begin` is two assignments."""
 
-    __slots__ = ("_ring", "_rows", "_slot")
+    __slots__ = ("__weakref__", "_ring", "_rows", "_slot")
 
     def __init__(self, ring: BatchRing) -> None:
         self._ring, self._slot = ring, -1
         self._rows: int | Rows | Sequence[tuple[int, int, Any]] = 0
-        _watched.set(self)
+        _watched.set(ref(self))
 
     def begin(self, slot: int, rows: int | Rows | Sequence[tuple[int, int, Any]]) -> None:
         """A run begins: of the first `rows` of the slot, of these rows, or of these leases, (first row, rows,
@@ -102,11 +107,11 @@ class WatchedReplies:
     """The answers that a worker owes to the requests that it runs. One for a worker: `begin` is an
     assignment."""
 
-    __slots__ = ("_replies",)
+    __slots__ = ("__weakref__", "_replies")
 
     def __init__(self) -> None:
         self._replies: Sequence[Cancellable] = ()
-        _watched.set(self)
+        _watched.set(ref(self))
 
     def begin(self, replies: Sequence[Cancellable]) -> None:
         """A run begins, that may call other models meanwhile."""
@@ -130,7 +135,7 @@ class WatchedCall:
         self._replies = [ref(reply) for reply in replies]
 
     def __enter__(self) -> None:
-        self._token = _watched.set(self)
+        self._token = _watched.set(lambda: self)
 
     def __exit__(self, *raised: object) -> None:
         _watched.reset(self._token)
