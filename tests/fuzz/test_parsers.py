@@ -14,7 +14,7 @@ import pytest
 from tests.fuzz.mutator import CORPORA, GROWN, mutations, read_corpus
 from tests.fuzz.parsers import PARSERS, Parser, ParserCost
 
-SHORT, LONG = 3 * GROWN, 40_000
+SHORT, LONG = 3 * GROWN, 15_000
 MOST_CORPORA_BYTES = 300_000
 
 
