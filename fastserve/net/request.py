@@ -398,14 +398,17 @@ class Call:
 
     __slots__ = (
         "_claim", "_connection", "_replied", "_request_id", "_status", "_stream", "_task", "_watchers",
-        "body", "gone", "head", "on_gone", "ready", "received_ns",
+        "body", "deadline_ns", "gone", "head", "on_gone", "ready", "received_ns",
     )  # fmt: skip
 
     def __init__(self, connection: CallConnection, head: RequestHead, body: bytes | bytearray) -> None:
         self._connection = connection
         self.head = head
         self.body = body
-        self.received_ns = monotonic_ns()
+        self.received_ns = received_ns = monotonic_ns()
+        timeout_ns = head.timeout_ns
+        # Until when the endpoint may work, as time.monotonic_ns counts; 0: for ever.
+        self.deadline_ns = received_ns + timeout_ns + GRACE_NS if timeout_ns >= 0 else 0
         self._replied = False
         self.gone = False
         self.on_gone: Callable[[], object] | None = None
@@ -441,12 +444,6 @@ class Call:
             if key == name:
                 return value
         return b""
-
-    @property
-    def deadline_ns(self) -> int:
-        """Return until when the endpoint may work, as time.monotonic_ns counts; 0 for ever."""
-        timeout_ns = self.head.timeout_ns
-        return self.received_ns + timeout_ns + GRACE_NS if timeout_ns >= 0 else 0
 
     @property
     def client(self) -> str:
