@@ -1,4 +1,4 @@
-"""What endpoints of the text APIs are made of: their routes, the state of a front process, and bodies.
+"""Parts of the text APIs' endpoints: routes, the state of a front process, and bodies of requests.
 
     TextRoute(HttpRoute("infer", "/infer", {"POST": Scope.INFER}), infer, refuse, room=BodyUse.IMAGES)
 
