@@ -233,7 +233,7 @@ BACKENDS = {
         ),
         BackendEntry(
             "text_python",
-            "fastserve.backends.llm.python:TextPythonBackend",
+            "fastserve.backends.llm.python_engine:TextPythonBackend",
             takes="text",
             streams=True,
             model_file="model.py",

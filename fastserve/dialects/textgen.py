@@ -21,7 +21,7 @@ from fastserve.dialects.openai import completions, embeddings, models
 from fastserve.dialects.openai.errors import answer_no_such_url, error_body
 from fastserve.dialects.openai.vllm import make_vllm
 from fastserve.dialects.text_common import mindie
-from fastserve.dialects.text_common.endpoints import (
+from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     BodyUse,
     InvalidBody,

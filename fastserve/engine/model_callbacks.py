@@ -272,7 +272,7 @@ class _Change(_Callback, tag="change"):
 
 
 class _Device(_Callback, tag="device"):
-    """A report, not a request: device statistics of a worker (workers/device/runner.py)."""
+    """A report, not a request: device statistics of a worker (workers/device/device_runner.py)."""
 
     device: str
     pinned: bool

@@ -191,7 +191,8 @@ def test_padding_and_leaving():
 def test_stages_are_timed(monkeypatch):
     told = []
     monkeypatch.setattr(
-        "fastserve.workers.device.runner.model_callbacks.notify", lambda do, **more: told.append((do, more))
+        "fastserve.workers.device.device_runner.model_callbacks.notify",
+        lambda do, **more: told.append((do, more)),
     )
     with device_pair(backend(), Script(step_us=200)) as it:
         lease = it.put(x=rows(1))

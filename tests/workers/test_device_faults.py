@@ -10,7 +10,7 @@ import pytest
 
 from fastserve.backends import model_callbacks
 from fastserve.workers.control import ControlFault
-from fastserve.workers.device import runner
+from fastserve.workers.device import device_runner
 from fastserve.workers.device.base import COPY_OUT
 from tests.devices.simulated_device import SimulatedOutOfMemoryError
 from tests.workers.device_rig import DeviceFunction, device_pair
@@ -86,7 +86,7 @@ class DeafLine:
 
 def test_an_owner_that_does_not_listen_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_callbacks.process, "channel", DeafLine())
-    monkeypatch.setattr(runner, "EVERY_NS", 0)
+    monkeypatch.setattr(device_runner, "EVERY_NS", 0)
     backend = DeviceFunction(X, Y, twice)
     with device_pair(backend) as it:
         lease = it.put(x=rows(1))

@@ -2,8 +2,8 @@
 
     engine = EmbedEngine(embed, info, options)      embed([TextRequest, ...]) -> a vector each
 
-An encoder (loading.Encoder) or a user's own `embed` (python.py) computes them. Priorities, deadlines and
-cancellation order the waiting texts; a running batch is done in one step.
+An encoder (loading.Encoder) or a user's own `embed` (python_engine.py) computes them. Priorities, deadlines
+and cancellation order the waiting texts; a running batch is done in one step.
 """
 
 from __future__ import annotations

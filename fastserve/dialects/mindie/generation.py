@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from fastserve.codec.generation import Finish
-from fastserve.dialects.text_common.endpoints import (
+from fastserve.dialects.text_common.endpoint_parts import (
     NAME,
     WORK,
     BodyUse,
@@ -37,6 +37,7 @@ from fastserve.dialects.text_common.endpoints import (
     is_integer,
     read_body,
 )
+from fastserve.dialects.text_common.event_streams import EventStream, RequestTimeout, deadline_ns
 from fastserve.dialects.text_common.mindie import (
     MOST_INT,
     MOST_TOKEN,
@@ -56,7 +57,6 @@ from fastserve.dialects.text_common.mindie import (
     take,
     tell,
 )
-from fastserve.dialects.text_common.streams import EventStream, RequestTimeout, deadline_ns
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint

@@ -17,7 +17,7 @@ import msgspec
 
 from fastserve import __version__
 from fastserve.codec.generation import Sampling
-from fastserve.dialects.text_common.endpoints import TargetParts, TextRoute, TextService
+from fastserve.dialects.text_common.endpoint_parts import TargetParts, TextRoute, TextService
 from fastserve.dialects.text_common.mindie import SERVER, envelope, refuse
 from fastserve.dialects.text_common.mindie_metrics import MindieMetric, write_page, write_vector
 from fastserve.errors import Kind, ServeError, worker_lost

@@ -26,7 +26,7 @@ import msgspec
 from fastserve.codec.generation import Finish
 from fastserve.dialects.openai.errors import refuse, tell
 from fastserve.dialects.openai.requests import CompletionTask, Prompt, find_model, read_chat, read_completion
-from fastserve.dialects.text_common.endpoints import (
+from fastserve.dialects.text_common.endpoint_parts import (
     BodyUse,
     InvalidBody,
     Refuse,
@@ -35,7 +35,7 @@ from fastserve.dialects.text_common.endpoints import (
     check,
     read_offloaded,
 )
-from fastserve.dialects.text_common.streams import (
+from fastserve.dialects.text_common.event_streams import (
     EVENTS,
     EventStream,
     SequenceGroup,

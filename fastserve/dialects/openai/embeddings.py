@@ -19,7 +19,7 @@ import msgspec
 from fastserve._ext.json_writer import MODE_SHORTEST, write_values
 from fastserve.dialects.openai.errors import refuse
 from fastserve.dialects.openai.requests import EmbeddingRequest, Prompt, find_model, read_embedding
-from fastserve.dialects.text_common.endpoints import (
+from fastserve.dialects.text_common.endpoint_parts import (
     BodyUse,
     TargetParts,
     TextRoute,
@@ -27,7 +27,7 @@ from fastserve.dialects.text_common.endpoints import (
     check,
     read_offloaded,
 )
-from fastserve.dialects.text_common.streams import RequestTimeout, deadline_ns
+from fastserve.dialects.text_common.event_streams import RequestTimeout, deadline_ns
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint

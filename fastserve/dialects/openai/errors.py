@@ -14,14 +14,14 @@ import msgspec
 
 from fastserve.codec.json_text import target_text
 from fastserve.dialects.text_common import mindie
-from fastserve.dialects.text_common.endpoints import BodyTooLarge, InvalidBody
+from fastserve.dialects.text_common.endpoint_parts import BodyTooLarge, InvalidBody
 from fastserve.dialects.text_common.mindie import as_mindie_fault
 from fastserve.errors import Kind, ServeError
 from fastserve.net.router import common_status, fault_headers
 from fastserve.serving.text import PromptFault, PromptTooLong, TextTooLong
 
 if TYPE_CHECKING:
-    from fastserve.dialects.text_common.endpoints import TextService
+    from fastserve.dialects.text_common.endpoint_parts import TextService
     from fastserve.net.request import Call
 
 INVALID, SERVER = "invalid_request_error", "server_error"

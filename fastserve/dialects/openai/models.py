@@ -9,7 +9,7 @@ import msgspec
 
 from fastserve.dialects.openai.errors import refuse
 from fastserve.dialects.openai.requests import no_model
-from fastserve.dialects.text_common.endpoints import TargetParts, TextRoute, TextService
+from fastserve.dialects.text_common.endpoint_parts import TargetParts, TextRoute, TextService
 from fastserve.dialects.text_common.mindie import SERVER
 from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Scope

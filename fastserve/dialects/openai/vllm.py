@@ -34,7 +34,7 @@ from fastserve.dialects.openai.requests import (
     refuse_unsupported,
 )
 from fastserve.dialects.text_common import mindie
-from fastserve.dialects.text_common.endpoints import BOUNDS, BodyUse, TextService, check, read_typed
+from fastserve.dialects.text_common.endpoint_parts import BOUNDS, BodyUse, TextService, check, read_typed
 from fastserve.dialects.text_common.mindie import refuse_prompt
 from fastserve.errors import ServeError
 from fastserve.net.limits import JSON

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastserve.codec.generation import Sampling
-from fastserve.dialects.text_common.endpoints import BodyTooLarge, is_integer
+from fastserve.dialects.text_common.endpoint_parts import BodyTooLarge, is_integer
 from fastserve.errors import Kind, ServeError, invalid
 from fastserve.net.router import common_status, fault_headers
 from fastserve.serving.text import PromptTooLong, TextTooLong, UnknownToken
 from fastserve.settings import TextgenOptions
 
 if TYPE_CHECKING:
-    from fastserve.dialects.text_common.endpoints import TextService
+    from fastserve.dialects.text_common.endpoint_parts import TextService
     from fastserve.net.request import Call
 
 

@@ -12,15 +12,14 @@ from time import monotonic_ns
 
 import msgspec
 
-from fastserve.dialects.text_common.endpoints import (
+from fastserve.dialects.text_common.endpoint_parts import (
     BodyUse,
     TargetParts,
     TextRoute,
     TextService,
     read_offloaded,
 )
-from fastserve.dialects.text_common.mindie import refuse_prompt
-from fastserve.dialects.text_common.streams import (
+from fastserve.dialects.text_common.event_streams import (
     HEADERS,
     EventStream,
     Headers,
@@ -29,6 +28,7 @@ from fastserve.dialects.text_common.streams import (
     mean_logprob,
     send_events,
 )
+from fastserve.dialects.text_common.mindie import refuse_prompt
 from fastserve.dialects.tgi.requests import (
     TgiRequest,
     ValidationFault,

@@ -21,7 +21,7 @@ import msgspec
 
 from fastserve.codec.generation import Sampling
 from fastserve.codec.json_text import FreeJSON
-from fastserve.dialects.text_common.endpoints import (
+from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     MOST_FLOAT,
     InvalidBody,

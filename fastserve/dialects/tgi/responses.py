@@ -13,7 +13,7 @@ import msgspec
 
 from fastserve.codec.generation import Finish
 from fastserve.dialects.text_common import mindie
-from fastserve.dialects.text_common.endpoints import BodyTooLarge
+from fastserve.dialects.text_common.endpoint_parts import BodyTooLarge
 from fastserve.errors import Kind, Reason, ServeError
 from fastserve.net.router import common_status
 from fastserve.serving.text import Ending, EventTemplate, Placeholder, TextStream, Token

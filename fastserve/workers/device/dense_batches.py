@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastserve.backends.frameworks.torch_tensors import torch_dtype
 from fastserve.workers.device.base import ComputeDevice, Tensor
 from fastserve.workers.device.client_cuda_memory import ClientMemory, ClientRanges, Span, gaps
-from fastserve.workers.device.runner import DeviceBackend, DeviceRunner
+from fastserve.workers.device.device_runner import DeviceBackend, DeviceRunner
 from fastserve.workers.runners import DenseRunner
 
 if TYPE_CHECKING:

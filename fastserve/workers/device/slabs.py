@@ -13,7 +13,7 @@ from fastserve.backends.frameworks.torch_tensors import as_tensor, torch_dtype
 from fastserve.backends.model_errors import is_out_of_memory
 from fastserve.workers.arrays import open_slab_codec
 from fastserve.workers.device.base import ComputeDevice, Tensor
-from fastserve.workers.device.runner import DeviceRunner
+from fastserve.workers.device.device_runner import DeviceRunner
 from fastserve.workers.runners import SlabLease, SlabRunner
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from fastserve.codec.generation import Info
 from fastserve.dialects.mindie.generation import read_text, read_tokens
-from fastserve.dialects.text_common.endpoints import read_json
+from fastserve.dialects.text_common.endpoint_parts import read_json
 from fastserve.dialects.text_common.mindie import MindieRequest, make_rules, read_infer
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.text.models import MOST_STOP_CHARACTERS

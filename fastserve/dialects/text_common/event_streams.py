@@ -36,7 +36,7 @@ from functools import partial
 from time import monotonic, monotonic_ns
 from typing import Protocol
 
-from fastserve.dialects.text_common.endpoints import TextService
+from fastserve.dialects.text_common.endpoint_parts import TextService
 from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.deadlines import time_is_up
 from fastserve.net.request import Call, ReplyStream
