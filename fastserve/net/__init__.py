@@ -8,11 +8,10 @@ name.
 """
 
 from fastserve.net.compression import inflate
-from fastserve.net.inherited_sockets import InheritedSockets, take_inherited
 from fastserve.net.listener import HttpListener
 from fastserve.net.request import Call, Endpoint, ReplyStream
 from fastserve.net.router import HttpDialect, Route
-from fastserve.net.sockets import AddressError, shown
+from fastserve.net.sockets import AddressError, InheritedSockets, shown, take_inherited
 
 __all__ = [
     "AddressError",

@@ -33,12 +33,11 @@ from fastserve.net.http2.connection import Http2Connection
 from fastserve.net.http2.exchange import Http2Shared
 from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.http2.stream import ServiceFinder
-from fastserve.net.inherited_sockets import InheritedSockets
 from fastserve.net.limits import Verdict, slowness
 from fastserve.net.listener_state import ListenerState, ManagedConnection
 from fastserve.net.request import AccessLog
 from fastserve.net.router import DialectsOf, HttpDialect, Router
-from fastserve.net.sockets import AcceptGate, open_socket, shown
+from fastserve.net.sockets import AcceptGate, InheritedSockets, open_socket, shown
 from fastserve.net.tls.credentials import Credentials
 from fastserve.net.tls.handshake import Handshake
 from fastserve.net.tls.transport import H2, HTTP_1_1, TlsPort

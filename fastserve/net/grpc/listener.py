@@ -14,8 +14,8 @@ from fastserve.net.grpc.health import Health, reflection_methods
 from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_method
 from fastserve.net.grpc.traced_methods import trace_method
 from fastserve.net.http2.settings import Lifetimes
-from fastserve.net.inherited_sockets import InheritedSockets
 from fastserve.net.listener import HttpListener
+from fastserve.net.sockets import InheritedSockets
 from fastserve.net.tls import Credentials
 from fastserve.net.traced_endpoints import Tracer
 from fastserve.settings import GrpcOptions, Limits

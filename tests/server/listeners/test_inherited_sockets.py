@@ -19,7 +19,7 @@ import pytest
 
 from fastserve.errors import ConfigError
 from fastserve.net import InheritedSockets, take_inherited
-from fastserve.net.inherited_sockets import take_descriptors
+from fastserve.net.sockets import take_descriptors
 from tests import proc
 from tests.running import START_S, until
 from tests.server.rig import write_model
