@@ -28,7 +28,8 @@ from fastserve.repository.triton_config.reading import (
     to_model_config,
 )
 from fastserve.settings import convert
-from fastserve.settings.config_files import read_confined, read_yaml
+from fastserve.settings.config_files import read_yaml
+from fastserve.settings.confined_file import read_confined
 
 CONFIG_FILE = "model.yaml"
 

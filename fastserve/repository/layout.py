@@ -47,7 +47,8 @@ from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import version_number
 from fastserve.settings import ModelEntry, RepositorySettings
-from fastserve.settings.config_files import FILE_BYTES, read_confined
+from fastserve.settings.config_files import FILE_BYTES
+from fastserve.settings.confined_file import read_confined
 from fastserve.settings.fields import convert, fault_text
 from fastserve.settings.tensorflow import VERSION_BATCHING_FILE, batching_defaults
 

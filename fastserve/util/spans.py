@@ -13,7 +13,6 @@ has no span, and nothing here is called for it.
 from __future__ import annotations
 
 import time
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -208,6 +207,8 @@ class FastSpan:
         leave, exchange = self._leave, self._exchange
         if leave is not None:
             leave()
+        from asyncio import CancelledError  # workers import this file, and no asyncio with it
+
         self.ended(exchange, CancelledError())
 
 

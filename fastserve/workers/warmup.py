@@ -29,7 +29,7 @@ from fastserve.backends.base import Backend
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.request import RECORDED_LENGTH as LENGTH
-from fastserve.settings.config_files import read_confined
+from fastserve.settings.confined_file import read_confined
 from fastserve.tensor import TensorSpec
 from fastserve.workers.arrays import NUMPY, as_read_only
 

@@ -320,9 +320,9 @@ def test_a_full_queue_makes_callers_wait_in_order(tmp_path):
     async def main():
         async with Service(models.Gate, {"path": str(path)}, size=1, max_queue_size=2) as service:
             tasks = [asyncio.ensure_future(service.do_one(i)) for i in range(10)]
-            while not service._batcher.queue.room._line:
+            while not service._batcher.queue.room.rows:
                 await asyncio.sleep(0)
-            waiting = len(service._batcher.queue.room._line)
+            waiting = service._batcher.queue.room.rows  # a row each
             os.write(pipe, b"x" * 10)
             results = await asyncio.gather(*tasks)
             assert await service.settled()

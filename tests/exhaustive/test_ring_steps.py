@@ -97,7 +97,7 @@ SHORT: dict[str, dict[str, int]] = {
     "slots go on to other requests": {"requests0": 2, "gives_up1": 2, "deaths": SECOND, "switches": 1},
     "a producer comes back": {"deaths": SECOND, "reborn": 1, "switches": 1},
 }  # fmt: skip
-# A death and one switch more are each five times as many states: a run without a bound was stopped unfinished.
+# A death and one switch more are each five times as many states; a run without a bound was stopped.
 LONG: dict[str, dict[str, int]] = {
     "anybody may die": {"deaths": 7, "switches": 4},
     "one drops its request": {"gives_up1": 2, "deaths": 7, "switches": 3},

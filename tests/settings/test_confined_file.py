@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastserve.errors import ConfigError
-from fastserve.settings.config_files import read_confined
+from fastserve.settings.confined_file import read_confined
 
 
 @pytest.fixture

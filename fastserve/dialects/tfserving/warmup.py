@@ -26,7 +26,7 @@ from fastserve.repository.model_config import Signature
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, Recorded
 from fastserve.settings import Settings
-from fastserve.settings.config_files import open_confined
+from fastserve.settings.confined_file import open_confined
 
 FILE = "assets.extra/tf_serving_warmup_requests"
 FILE_BYTES = 1 << 28

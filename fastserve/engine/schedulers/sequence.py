@@ -49,7 +49,7 @@ from fastserve.errors import (
 )
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
-from fastserve.settings.config_files import read_confined
+from fastserve.settings.confined_file import read_confined
 from fastserve.settings.model_options import SequenceControl, SequenceOptions, SequenceStateOptions
 from fastserve.tensor import DTYPES, DType, Tensor, TensorSpec
 

@@ -31,7 +31,7 @@ from fastserve.repository.triton_config.messages import (
     ModelSequenceBatchingControl,
     TritonConfig,
 )
-from fastserve.settings.config_files import is_inner_path
+from fastserve.settings.confined_file import is_inner_path
 from fastserve.settings.fields import fault_text
 
 MOST_WARMUPS = 1000

@@ -37,7 +37,7 @@ import httptools
 
 from fastserve.errors import ConfigError, ServeError, invalid
 from fastserve.serving.text.models import TextModel
-from fastserve.settings.config_files import read_confined
+from fastserve.settings.confined_file import read_confined
 from fastserve.util.offload import Offload
 
 MOST_URL, MOST_HOPS, MOST_HEAD = 4096, 3, 65536

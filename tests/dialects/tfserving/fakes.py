@@ -129,6 +129,7 @@ class FakeCall:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     answer: Reply | None = None
     received_ns: int = field(default_factory=monotonic_ns)
+    deadline_ns: int = 0
     claim: Claim = field(default_factory=lambda: Claim(MemoryBudget(1 << 30)))
 
     def header(self, name: bytes) -> bytes:

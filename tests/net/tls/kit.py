@@ -19,12 +19,16 @@ from fastserve.settings.server_settings import TlsOptions
 from tests import certificates
 from tests.net import kit
 
-_folder = tempfile.TemporaryDirectory(prefix="fastserve-tls-")  # gone with the process
+
+@functools.lru_cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder of this process, which is gone with it; processes that were forked have one each."""
+    return tempfile.TemporaryDirectory(prefix="fastserve-tls-")
 
 
 @functools.lru_cache
 def issued() -> TlsOptions:
-    return certificates.issue(Path(_folder.name))
+    return certificates.issue(Path(_folder().name))
 
 
 def credentials(**options: Any) -> Credentials:
