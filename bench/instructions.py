@@ -61,7 +61,7 @@ MODELS = ("tiny", "mlp", "image", "batch")
 # The same hashes each time. Copies as instructions, not as one that valgrind counts for each byte.
 ENVIRONMENT = ("PYTHONHASHSEED=0", "GLIBC_TUNABLES=glibc.cpu.hwcaps=-ERMS,-FSRM")
 # What the checkout's python runs in place of `python -m fastserve`. Timers of the front's housekeeping are
-# slowed down, as valgrind slows down the requests between them.
+# slowed down, as valgrind slows down the requests between them, and so are a queue's looks at whose turn it is.
 LAUNCH = """
 import os
 import uvloop
@@ -70,6 +70,8 @@ class SlowLoop(uvloop.Loop):
         return super().call_later(100 * delay if 0.2 <= delay <= 10 else delay, *more, **named)
 uvloop.run.__kwdefaults__["loop_factory"] = SlowLoop
 os.pidfd_open = lambda pid, flags=0: os.eventfd(0)
+from fastserve.engine import batch_queue
+batch_queue.LOOK_NS = 100 * getattr(batch_queue, "LOOK_NS", 0)
 from fastserve.cli import main
 main()
 """

@@ -9,7 +9,12 @@ see docs/decisions/0013.
 """
 
 from contextvars import ContextVar
+
+from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from starting cimport STARTING_CAPSULE, Starting
 
 
 cdef extern from "arena.h" nogil:
@@ -44,6 +49,32 @@ cdef class Account:
 
     def check_rows(self) -> None:
         """Raise where the rows so far are over a limit: a subclass does."""
+
+
+cdef Starting starting
+starting.exchange = starting.account = NULL
+_STARTING = PyCapsule_New(&starting, STARTING_CAPSULE, NULL)
+
+
+cdef class CountedEndpoint:
+    """An endpoint whose calls are those of `account`; `count` is called for each, before it."""
+
+    cdef readonly object endpoint, count
+    cdef readonly Account account
+
+    def __init__(self, Account account not None, count, endpoint) -> None:
+        self.account, self.count, self.endpoint = account, count, endpoint
+
+    def __call__(self, *args):      # the call: this tuple is the endpoint's, too
+        global starting
+        cdef Starting before = starting
+        call = args[0]
+        self.count()
+        starting.exchange, starting.account = <PyObject*>call, <PyObject*>self.account
+        try:
+            return self.endpoint(*args)
+        finally:
+            starting = before
 
 
 cdef class Ticket:
@@ -234,6 +265,9 @@ cdef class Lifecycle:
 
     cdef bint find_account(self, exchange) except -1:
         """Find the account of a request: its head's, or that of the stream it came in, whose rows nobody has asked for."""
+        if starting.exchange == <PyObject*>exchange:
+            self.account = <Account?><object>starting.account
+            return True
         head = getattr(exchange, "head", None)
         if head is not None:
             self.account = head.usage

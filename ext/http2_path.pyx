@@ -9,9 +9,12 @@ Python frames a call of gRPC is C between the transport, the method and the exch
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_Import
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from frame_writing cimport H2_DATA, H2_END_HEADERS, H2_END_STREAM, H2_HEADERS, put_bytes, put_frame, put_head
+from starting cimport STARTING_CAPSULE, Starting
 
 from fastserve._ext.grpc_messages import whole_message
 from fastserve._ext import http2_frames
@@ -34,6 +37,7 @@ cdef enum:
     PREFIX = 5                  # of a message of gRPC
 
 cdef int WHOLE_REQUEST = http2_frames.REQUEST
+cdef Starting* starting = <Starting*>PyCapsule_Import(STARTING_CAPSULE, False)
 
 
 cdef class StreamFields:
@@ -282,11 +286,13 @@ cdef class CallsPath:
 
 cdef class HeadPath:
     """What the headers of a call say; the service of such streams. `start`: Method.start, None where it is not asked;
-    `ordinary`: calls may be answered, and have no deadline; `timeout_ns`: below 0 for none."""
+    `ordinary`: calls may be answered, and have no deadline; `timeout_ns`: below 0 for none; `count`: called for a call
+    that ends well, where that is all its end takes."""
 
     cdef public CallsPath calls
-    cdef public object start
+    cdef public object start, count
     cdef public object timeout_ns
+    cdef public object usage                # of its key, an Account; None without
     cdef public bint ordinary, takes_stream
     cdef public int64_t epoch               # in which its key was looked at; 0 for never
 
@@ -345,15 +351,20 @@ cdef class CallPath:
         self.run_method(message, compressed)
 
     cdef run_method(self, bytes message, bint compressed):
-        start = self.head.start
+        cdef Starting before = starting[0]
+        start, usage = self.head.start, self.head.usage
         if start is None or compressed or not self.head.calls.opening.done:
             self.run((message, compressed))
             return
+        if usage is not None:
+            starting.exchange, starting.account = <PyObject*>self, <PyObject*>usage
         try:
             taken = start(message, self)
         except Exception as error:
             self.fail(error)
             return
+        finally:
+            starting[0] = before
         if not taken:
             self.run((message, False))
 
@@ -386,4 +397,8 @@ cdef class CallPath:
         if self.deadline_ns:
             calls.deadlines.remove(self)
         if calls.logged or self.writable is not None:
-            self._end_settling(code)
+            count = self.head.count
+            if count is None or code or self.writable is not None:
+                self._end_settling(code)
+            else:
+                count()

@@ -18,6 +18,13 @@ class Account:
     board: Any
     def check_rows(self) -> None: ...
 
+class CountedEndpoint:
+    endpoint: Any
+    count: Callable[[], object]
+    account: Account
+    def __init__(self, account: Account, count: Callable[[], object], endpoint: Any) -> None: ...
+    def __call__(self, call: Any) -> Any: ...
+
 class Ticket:
     queue: Any
     lease: int

@@ -80,7 +80,9 @@ class CallsPath:
 class HeadPath:
     calls: Any
     start: Callable[[bytes, Any], bool] | None
+    count: Callable[[], object] | None
     timeout_ns: int
+    usage: Any
     ordinary: bool
     takes_stream: bool
     epoch: int

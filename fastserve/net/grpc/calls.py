@@ -736,8 +736,8 @@ class CallHead(HeadPath):
     """Hold the headers of a call, and serve its streams. Calls with equal headers share one head."""
 
     __slots__ = (
-        "_metadata", "coding", "count", "encoding", "fault", "headers", "http", "key_fault", "method",
-        "models", "most_bytes", "names", "path", "scope", "shared", "take", "usage",
+        "_metadata", "coding", "encoding", "fault", "headers", "http", "key_fault", "method",
+        "models", "most_bytes", "names", "path", "scope", "shared", "take",
     )  # fmt: skip
 
     def __init__(self, calls: GrpcCalls, head: HttpHead, method: Method | None) -> None:
@@ -763,7 +763,6 @@ class CallHead(HeadPath):
         self.key_fault: ServeError | None = None
         self.models: tuple[str, ...] = ()  # of its key
         self.usage: KeyUsage | None = None  # of its key
-        self.count: Callable[[], object] | None = None  # where that is all a call's good end takes
         self.shared = False  # calls of it have held places, which they may still give back
         self.epoch = 0
         self.ordinary = self.fault is None and self.timeout_ns < 0 and not self.names
