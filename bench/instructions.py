@@ -60,8 +60,9 @@ DIALECTS = "tfserving,kserve_v2,triton_v1,grps,textgen"
 MODELS = ("tiny", "mlp", "image", "batch")
 # The same hashes each time. Copies as instructions, not as one that valgrind counts for each byte.
 ENVIRONMENT = ("PYTHONHASHSEED=0", "GLIBC_TUNABLES=glibc.cpu.hwcaps=-ERMS,-FSRM")
-# What the checkout's python runs in place of `python -m fastserve`. Timers of the front's housekeeping are
-# slowed down, as valgrind slows down the requests between them, and so are a queue's looks at whose turn it is.
+# What the checkout's python runs in place of `python -m fastserve`. What the front does by
+# the clock is slowed down, as valgrind slows down the requests in between: timers, and LOOK_NS, after which a
+# queue looks at whose turn it is.
 LAUNCH = """
 import os
 import uvloop

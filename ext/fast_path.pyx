@@ -68,7 +68,7 @@ cdef class CountedEndpoint:
     def __call__(self, *args):      # the call: this tuple is the endpoint's, too
         global starting
         cdef Starting before = starting
-        call = args[0]
+        (call,) = args
         self.count()
         starting.exchange, starting.account = <PyObject*>call, <PyObject*>self.account
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import monotonic_ns
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext import fast_path
+from fastserve._ext import fast_path, http2_path
 from tests.oracles import fast_path as oracle
 
 
@@ -183,6 +184,62 @@ def test_the_account_of_a_request() -> None:
     assert told[-2:] == [("used", 0, 0.0), ("used", 3, 13.5)]
     assert ("charge_rows", 3) in told
     assert story.queue.newest is story.accounts[1]
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError, KeyboardInterrupt])
+def test_a_counted_endpoint_says_whose_call_it_starts(fault: type[BaseException] | None) -> None:
+    """It says so of that call alone, until it returns or raises. Other calls are their heads'."""
+    story = Story(fast_path, ORDINARY | {"accounted": 1}, {})
+    by_head, by_endpoint = story.accounts
+    one, other = story.exchange, SimpleNamespace(received_ns=1, on_gone=None, head=story.exchange.head)
+    counted: list[str] = []
+
+    def start(exchange: Any) -> None:
+        assert story.path.start(exchange, story.prepared(), b"body")
+
+    def answer(call: Any) -> str:
+        assert counted == ["outer"]  # before the endpoint
+        start(call)
+        start(other)
+        inner(other)
+        assert counted == ["outer", "inner"]
+        start(call)
+        if fault is not None:
+            raise fault
+        return "answered"
+
+    inner = fast_path.CountedEndpoint(by_head, lambda: counted.append("inner"), start)
+    outer = fast_path.CountedEndpoint(by_endpoint, lambda: counted.append("outer"), answer)
+    with nullcontext() if fault is None else pytest.raises(fault):
+        assert outer(one) == "answered"
+    assert (by_endpoint.rows, by_head.rows) == (6, 6)
+    start(one)
+    assert (by_endpoint.rows, by_head.rows) == (6, 9)
+    with pytest.raises(ValueError, match="unpack"):
+        outer()  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        fast_path.CountedEndpoint(None, print, start)  # type: ignore[arg-type]
+
+
+def test_a_call_of_grpc_is_started_for_the_account_it_began_with() -> None:
+    """Its head's, looked at once: an epoch of keys may begin before the method asks."""
+    story = Story(fast_path, ORDINARY | {"accounted": 1}, {})
+    later, first = story.accounts
+
+    def start(message: bytes, call: Any) -> bool:
+        call.head.usage = later
+        taken: bool = story.path.start(call, story.prepared(), message)
+        return taken
+
+    head = http2_path.HeadPath()
+    head.calls = http2_path.CallsPath((b"", b"", "closed", http2_path.CallPath))
+    head.calls.opening = SimpleNamespace(done=True)
+    head.start, head.usage, head.ordinary = start, first, True
+    connection = http2_path.Http2Path((1, 1, 1, "whole", "done", http2_path.StreamFields), 99, 2, 1)
+    for _ in range(2):
+        stream = http2_path.StreamFields(connection, 1, head, "whole")
+        http2_path.CallPath(head, stream).begin(b"m", False)
+    assert (first.rows, later.rows) == (3, 3)
 
 
 def test_accounts_that_take_turns_are_looked_at_once_in_a_while() -> None:

@@ -242,6 +242,22 @@ def test_an_answer_nobody_waits_for() -> None:
     assert (head.noted, path.written, call.over, head.calls.running) == ([("told", 0)], [], True, 0)
 
 
+@pytest.mark.parametrize("code", [0, 13])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_end_of_a_call_is_counted_or_told(code: int, waits: bool, counts: bool) -> None:
+    """A good end that only has to be counted is not told: nobody waits, and there is no error to note."""
+    head = Head()
+    call = Call(head, ext.StreamFields(Path(), 1, head, "whole"))
+    head.calls.logged, call.writable = True, object() if waits else None
+    head.count = (lambda: head.noted.append("count")) if counts else None
+    call.settle(code)
+    assert head.noted == (["count"] if counts and not waits and not code else [("told", code)])
+    head.calls.logged = False
+    call.settle(code)
+    assert len(head.noted) == 1 + waits
+
+
 def test_a_call_goes_to_its_method() -> None:
     error = ValueError()
 

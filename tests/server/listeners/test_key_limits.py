@@ -714,6 +714,107 @@ def links_of(pid: int) -> str:
 # ---- usage
 
 
+CLIENTS, EACH = 4, 24  # connections or channels, and requests on each
+
+
+def answer_to(body: bytes) -> float:
+    found: float = json.loads(body)["outputs"][0]["data"][0]
+    return found
+
+
+async def pipelined(address: tuple[str, int], given: list[dict[str, str]]) -> int:
+    """Requests on one connection, all before the first answer; each by its own key."""
+    host = "{}:{}".format(*address)
+    reader, writer = await asyncio.open_connection(*address)
+    for number, headers in enumerate(given):
+        body = of_rows(1, number)
+        lines = f"Host: {host}\r\nAuthorization: {headers['authorization']}\r\nContent-Length: {len(body)}"
+        writer.write(f"POST {INFER} HTTP/1.1\r\n{lines}\r\n\r\n".encode() + body)
+    for number in range(len(given)):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert head.startswith(b"http/1.1 200"), head
+        length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+        assert answer_to(await reader.readexactly(length)) == 2 * number
+    writer.close()
+    return len(given)
+
+
+async def over_http2(address: tuple[str, int], given: list[dict[str, str]]) -> int:
+    """Streams of one connection, at the same time."""
+    url = "http://{}:{}{}".format(*address, INFER)
+    async with httpx.AsyncClient(http1=False, http2=True, timeout=60) as client:
+
+        async def ask(number: int, headers: dict[str, str]) -> None:
+            reply = await client.post(url, content=of_rows(1, number), headers=headers)
+            assert reply.status_code == 200
+            assert answer_to(reply.content) == 2 * number
+
+        await asyncio.gather(*(ask(number, headers) for number, headers in enumerate(given)))
+    return len(given)
+
+
+async def unary(address: tuple[str, int], given: list[dict[str, str]]) -> int:
+    """Calls of one channel, at the same time."""
+    async with grpc.aio.insecure_channel("{}:{}".format(*address)) as channel:
+        call = channel.unary_unary(GRPC_INFER)
+        calls = [call(message_of(1), metadata=tuple(headers.items()), timeout=60) for headers in given]
+        assert all(await asyncio.gather(*calls))
+    return len(given)
+
+
+async def streams(address: tuple[str, int], given: list[dict[str, str]]) -> int:
+    """A stream of each key, with its share of the messages: two requests."""
+    answer_of = load("kserve_v2").ModelStreamInferResponse.FromString
+    async with grpc.aio.insecure_channel("{}:{}".format(*address)) as channel:
+
+        async def send(headers: dict[str, str]) -> None:
+            call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+            stream = call(metadata=tuple(headers.items()), timeout=60)
+            for _ in range(given.count(headers)):
+                await stream.write(message_of(1))
+                assert answer_of(await stream.read()).error_message == ""
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+
+        await asyncio.gather(send(given[0]), send(given[1]))
+    return 2
+
+
+@pytest.mark.parametrize("send", [pipelined, over_http2, unary, streams])
+def test_counts_are_exact_where_keys_share_connections(tmp_path: Path, send: Any) -> None:
+    """Two keys take turns on the same connections: neither has a request or a row of the other's."""
+    write_model(tmp_path)
+    keys = Keys(tmp_path)
+    pair = [add(keys.path, name) for name in ("one", "two")]
+    no_infer = add(keys.path, "three", "metadata")
+    at = 1 if send in (unary, streams) else 0
+
+    async def work() -> None:
+        async with serving(tmp_path, keys, load_models=("*",)) as server:
+            front = server.front
+            address: Any = (front.grpc[1] if at else front.http[0]).address
+            sent = await asyncio.gather(*(send(address, pair * (EACH // 2)) for _ in range(CLIENTS)))
+            for _ in range(3):
+                if at:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await unary(address, [no_infer])
+                else:
+                    with pytest.raises(AssertionError, match="403"):
+                        await over_http2(address, [no_infer])
+            found = server.registry.read(names.KEY_REQUESTS)
+            requests = {key: value for (key,), (value,) in found[0].items()}
+            half = sum(sent) // 2
+            assert requests == {"": 0, "one": half, "two": half, "three": 3} | {
+                key: 0 for key in requests if key not in ("one", "two", "three")
+            }
+            front.look_twice_a_second()
+            rows = {key: value for (key,), (value,) in server.registry.read(names.KEY_ROWS)[0].items()}
+            assert (rows["one"], rows["two"]) == (CLIENTS * EACH // 2, CLIENTS * EACH // 2)
+            assert sum(rows.values()) == CLIENTS * EACH
+
+    run(work())
+
+
 def test_the_metrics_page_and_the_audit_log(tmp_path: Path) -> None:
     path, audit = tmp_path / "keys.yaml", tmp_path / "audit.log"
     good = add(path, "good", "infer", "metrics", "admin")
