@@ -216,7 +216,7 @@ cdef class Lifecycle:
     cdef readonly object decoded
     cdef bint replies
     cdef public bint accounted          # requests have accounts: those of their heads
-    cdef Account account                # of the request that is being started
+    cdef Account account                # of the request that is being started, where `starting` does not say it
     cdef dict traced
 
     def __init__(self, queue, refusals: type, metrics: tuple, answered, dict traced not None, bint replies=False) -> None:
@@ -233,7 +233,7 @@ cdef class Lifecycle:
         """Take the request, or return False: nothing has happened then; the general path finds the words. Once its
         inputs are in their place it is taken, whatever follows."""
         try:
-            if self.accounted and not self.find_account(exchange):
+            if self.accounted and starting.exchange != <PyObject*>exchange and not self.find_account(exchange):
                 return False
             reserved = self.fill(prepared, source, request_id)
             if reserved is None:
@@ -261,13 +261,10 @@ cdef class Lifecycle:
 
     def admits(self, exchange) -> bool:
         """Whether the account of a request has room for its rows. `submit` follows, for that account."""
-        return self.find_account(exchange)
+        return starting.exchange == <PyObject*>exchange or self.find_account(exchange)
 
     cdef bint find_account(self, exchange) except -1:
         """Find the account of a request: its head's, or that of the stream it came in, whose rows nobody has asked for."""
-        if starting.exchange == <PyObject*>exchange:
-            self.account = <Account?><object>starting.account
-            return True
         head = getattr(exchange, "head", None)
         if head is not None:
             self.account = head.usage
@@ -304,7 +301,10 @@ cdef class Lifecycle:
                 span.submitted(self, reserved[0], prepared.rows)
             context = exchange, prepared, request_id, held
             if self.accounted:
-                account, self.account = self.account, None
+                if starting.exchange == <PyObject*>exchange:
+                    account = <object>starting.account
+                else:
+                    account, self.account = self.account, None
                 (<TicketTable?>self.queue).clock_ns = 0 if account is None else now_ns
                 ticket = self.queue.submit(reserved[0], prepared.rows, self, deadline_ns, context, account)
             else:
