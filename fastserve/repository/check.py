@@ -159,7 +159,7 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
     for number in report.versions:
         fault = folder.config_of(number).fault
         report.problems += [f"version {number}: {fault}"] if fault else []
-        report.problems += _file_problems(folder.versions[number].folder, number, config)
+        report.problems += _file_problems(folder.versions[number].folder, number, folder.config_of(number))
         report.problems += _runtime_problems(folder.versions[number].folder, number, config)
     report.facts = _facts(folder, config, report)
     return report

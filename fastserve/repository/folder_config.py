@@ -2,7 +2,8 @@
 
     model.yaml      a native model; wins over a config.pbtxt beside it
     config.pbtxt    a model of Triton's form
-    neither         N/model.onnx, or N/model.py with a class TritonPythonModel: the model tells the rest
+    neither         N/MLmodel of MLflow, N/model.onnx, or N/model.py with a class TritonPythonModel: the model
+                    tells the rest
 
 A folder with a model of a foreign framework is refused with the call that makes the model servable. Those
 texts may reach clients: paths begin at the model's folder.
@@ -10,7 +11,7 @@ texts may reach clients: paths begin at the model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import msgspec
 
 from fastserve.backends.registry import BACKENDS, TO_ONNX, BackendEntry, find_backend
 from fastserve.errors import ConfigError, install_text
+from fastserve.repository.mlflow_model import MLMODEL, MlflowModel, find_mlflow, holds_mlflow
 from fastserve.repository.model_config import ModelConfig, config_json, may_share, parse_model_config
 from fastserve.repository.triton_config.completion import complete_from_files, find_file
 from fastserve.repository.triton_config.reading import (
@@ -95,6 +97,7 @@ class ConfigReader:
     def __init__(self, defaults: Mapping[str, object]) -> None:
         self._defaults = defaults
         self._known: dict[Path, _CachedConfig] = {}
+        self._mlflow: dict[Path, tuple[Stamp, Stamp | None, MlflowModel]] = {}
 
     def read(self, name: str, folder: Path, numbered: Mapping[int, Path], root: Path) -> ModelConfig:
         """Return the config of model `name`. Raises ConfigError, OSError."""
@@ -103,12 +106,72 @@ class ConfigReader:
         if (folder / TRITON_FILE).exists():
             _must_be_inside(folder / TRITON_FILE, root)
             return self._triton(name, folder, numbered, root)
+        saved = [path for _, path in sorted(numbered.items(), reverse=True) if holds_mlflow(path)]
+        if saved:
+            return self._first_of_mlflow(saved, root)
         for entry in BACKENDS.values():
             if not entry.needs_config and _recognises(entry, numbered, root):
                 if entry.alternative and not entry.installed:
                     break  # said with the folder's name
                 return self._bare(entry, name)
         raise ConfigError(_no_config(name, numbered))
+
+    def _first_of_mlflow(self, saved: Sequence[Path], root: Path) -> ModelConfig:
+        """Return the config of the first of these versions that has one. Raises ConfigError."""
+        faults = []
+        for folder in saved:
+            try:
+                return self._of_mlflow(self._find_mlflow(folder, root))
+            except ConfigError as fault:
+                faults.append(fault)
+        raise ConfigError(f"{saved[0].name}/{faults[0]}")
+
+    def read_version(
+        self, config: ModelConfig, folder: Path, root: Path, *, written: bool
+    ) -> ModelConfig | None:
+        """Return the config of a version that MLflow has saved; None where its model's is enough.
+
+        `written`: the model's folder has a config, which wins: MLmodel adds to one of the same backend what
+        that does not say. A version whose MLmodel cannot be used has a config with that fault.
+        """
+        if config.triton is not None or (written and config.options.model_file) or not holds_mlflow(folder):
+            return None
+        try:
+            found = self._find_mlflow(folder, root)
+            if not written:
+                return self._of_mlflow(found)
+        except ConfigError as fault:
+            return None if written else msgspec.structs.replace(config, fault=str(fault))
+        if config.backend != found.backend:
+            return None
+        told = dict(found.fields.get("parameters", {}))
+        for side, name in (("inputs", "columns"), ("outputs", "outputs")):
+            if getattr(config, side):
+                told.pop(name, None)
+        options = msgspec.structs.replace(config.options, model_file=found.file)
+        return msgspec.structs.replace(config, parameters={**told, **config.parameters}, options=options)
+
+    def _find_mlflow(self, folder: Path, root: Path) -> MlflowModel:
+        path = folder / MLMODEL
+        _must_be_inside(path, root)
+        stamp, known = stamp_of(path), self._mlflow.get(folder)
+        if known is not None and known[:2] == (stamp, _stamp_or_none(folder / known[2].file)):
+            return known[2]
+        found = find_mlflow(folder)
+        self._mlflow[folder] = (stamp, _stamp_or_none(folder / found.file), found)
+        return found
+
+    def _of_mlflow(self, found: MlflowModel) -> ModelConfig:
+        entry = find_backend(found.backend)
+        if not entry.installed:
+            raise ConfigError(f"{MLMODEL}: {entry.missing_text}")
+        raw = {"backend": found.backend, **found.fields}
+        if "parameters" in raw:
+            given = self._defaults.get("parameters")
+            raw["parameters"] = {**raw["parameters"], **(given if isinstance(given, Mapping) else {})}
+        config = parse_model_config(raw, "model_defaults", self._defaults)
+        options = msgspec.structs.replace(config.options, model_file=found.file)
+        return msgspec.structs.replace(config, options=options)
 
     def read_single(self, folder: Path, file: str, fields: Mapping[str, object]) -> ModelConfig:
         """Return the config of a model that is one file, by the model.yaml beside it or these fields. Raises

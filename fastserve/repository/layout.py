@@ -43,6 +43,7 @@ from fastserve.repository.folder_config import (
     stamp_of,
 )
 from fastserve.repository.grps_config import NUMBER, Deployment, read_deployment
+from fastserve.repository.mlflow_model import MLMODEL
 from fastserve.repository.model_config import ModelConfig, config_json
 from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import version_number
@@ -311,7 +312,7 @@ class Layout:
                 model.config = self._configs.read_json(name, held.config, folder, numbered, root)
             else:
                 model.config = self._configs.read(name, folder, numbered, root)
-            _fill_versions(model, numbered, root)
+            self._fill_versions(model, numbered, root, written=has_config or held is not None)
             if self._version_batching:
                 model.versions = {n: _batched(one, model.config) for n, one in model.versions.items()}
         except ConfigError as fault:
@@ -319,6 +320,27 @@ class Layout:
         except OSError as fault:
             model.error = f"the folder cannot be read: {fault.strerror}"
         return model
+
+    def _fill_versions(
+        self, model: ModelFolder, numbered: Mapping[int, Path], root: Path, *, written: bool
+    ) -> None:
+        assert model.config is not None
+        file_name = model_file(model.config)
+        for number, folder in sorted(numbered.items()):
+            own = self._configs.read_version(model.config, folder, root, written=written)
+            wanted = model_file(own or model.config, folder)
+            file = folder / wanted
+            if wanted and not file.is_file():
+                other = "" if own is not None else foreign_text(model.name, folder)
+                missing = wanted if own is not None else file_name
+                model.notes.append(f"version {number}: no {missing}" + f"; {other}" * bool(other))
+            elif not (inside(folder, root) and inside(file, root)):
+                model.notes.append(f"version {number}: a link leads out of the repository")
+            else:
+                stamp = _stamp_of_all(file)
+                model.versions[number] = VersionFolder(number, folder.resolve(), stamp, own)
+        if file_name and not model.versions:
+            model.notes += _misplaced(model.folder, file_name)
 
 
 def _not_saved_models(model: ModelFolder) -> str:
@@ -364,10 +386,10 @@ def _must_hold_models(root: Path) -> None:
     """Raise ConfigError for a folder that is itself a model, or a version of one."""
     versions = [child.name for child in root.iterdir() if version_number(child.name) is not None]
     configs = (CONFIG_FILE, TRITON_FILE)
-    for held in (*configs, *(f"{number}/{name}" for number in sorted(versions) for name in MODEL_FILES)):
+    for held in (*configs, *(f"{number}/{name}" for number in sorted(versions) for name in (*MODEL_FILES, MLMODEL))):
         if (root / held).is_file():
             raise ConfigError(f"repository: {root} is one model (it holds {held}); give the folder above it")
-    for held in MODEL_FILES:
+    for held in (*MODEL_FILES, MLMODEL):
         if (root / held).is_file():
             what = f"one version of a model (it holds {held})"
             raise ConfigError(f"repository: {root} is {what}; give the folder two above it")
@@ -436,19 +458,3 @@ def _stamp_of_all(file: Path) -> Stamp:
     found = sorted(beside for pattern in patterns for beside in file.parent.glob(pattern))
     stamps = tuple(stamp_of(beside) for beside in found)
     return (*stamp[:2], hash(stamps), max((one[3] for one in stamps), default=stamp[3]))
-
-
-def _fill_versions(model: ModelFolder, numbered: Mapping[int, Path], root: Path) -> None:
-    assert model.config is not None
-    file_name = model_file(model.config)
-    for number, folder in sorted(numbered.items()):
-        file = folder / model_file(model.config, folder)
-        if file_name and not file.is_file():
-            other = foreign_text(model.name, folder)
-            model.notes.append(f"version {number}: no {file_name}" + f"; {other}" * bool(other))
-        elif not (inside(folder, root) and inside(file, root)):
-            model.notes.append(f"version {number}: a link leads out of the repository")
-        else:
-            model.versions[number] = VersionFolder(number, folder.resolve(), _stamp_of_all(file))
-    if file_name and not model.versions:
-        model.notes += _misplaced(model.folder, file_name)

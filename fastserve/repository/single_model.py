@@ -17,6 +17,7 @@ from fastserve.backends.registry import BACKENDS, find_backend
 from fastserve.errors import ConfigError
 from fastserve.repository.folder_config import CONFIG_FILE, foreign_file_text, holds_text
 from fastserve.repository.layout import MODEL_FILES, is_model_name
+from fastserve.repository.mlflow_model import MLMODEL, find_mlflow, holds_mlflow
 from fastserve.repository.triton_config.completion import read_onnx_graph
 from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import version_number
@@ -61,6 +62,8 @@ def find_single(path: Path, name: str = "", *, trust_pickle: bool = False) -> Mo
     if saved:
         title = path.parent.name if version_number(path.name) is not None else path.name
         return _entry(name or title, path, saved, {"backend": "tensorflow"})
+    if holds_mlflow(path):
+        return _of_mlflow(path, name or path.name, trust_pickle=trust_pickle)
     numbered = any(version_number(one.name) is not None and one.is_dir() for one in path.iterdir())
     if holds_text(path) or (numbered and _is_model(path)):
         return _entry(name or path.name, path, "", {})
@@ -78,6 +81,19 @@ def _is_model(folder: Path) -> bool:
     versions = [one for one in folder.iterdir() if version_number(one.name) is not None]
     bare = (*SAVED_MODEL, BACKENDS["onnx"].model_file)
     return any((version / one).is_file() for version in versions for one in bare)
+
+
+def _of_mlflow(folder: Path, name: str, *, trust_pickle: bool) -> ModelEntry:
+    found = find_mlflow(folder)
+    entry = find_backend(found.backend)
+    if not entry.installed:
+        raise ConfigError(f"{MLMODEL}: {entry.missing_text}")
+    fields = {"backend": found.backend, **found.fields}
+    if found.is_pickle and not trust_pickle:
+        raise ConfigError(PICKLE.format(found.file))
+    if trust_pickle and found.backend == "sklearn":
+        fields["parameters"] = {**fields["parameters"], "trust_pickle": True}
+    return _entry(name, folder, found.file, fields)
 
 
 def _of_file(file: Path, name: str, *, trust_pickle: bool) -> ModelEntry:

@@ -73,6 +73,29 @@ def test_a_pickle_of_scikit_learn_by_choice(iris: Path, tmp_path: Path) -> None:
     assert "iris.pkl is a pickle" in refused(str(iris))
 
 
+def test_a_folder_of_mlflow(iris: Path, tmp_path: Path) -> None:
+    model, names = pickle.loads(iris.read_bytes()), ["sepal length (cm)", "w", "petal length (cm)", "petal w"]
+    flavor = {"pickled_model": "iris.pkl", "serialization_format": "cloudpickle", "sklearn_version": "1.9.1"}
+    generic = {"loader_module": "mlflow.sklearn", "model_path": "iris.pkl", "predict_fn": "predict"}
+    columns = json.dumps([{"type": "double", "name": name, "required": True} for name in names])
+    folders = (({}, "labels"), ({"signature": {"inputs": columns, "params": None}}, "rows"))
+    for signature, name in folders:
+        shutil.copytree(iris.parent, tmp_path / name / "1")
+        written = {"flavors": {"python_function": generic, "sklearn": flavor}, **signature}
+        (tmp_path / name / "1/MLmodel").write_text(yaml.safe_dump(written))
+    wanted = model.predict(ROWS).tolist()
+    with served(tmp_path / "rows/1", tmp_path / "log", "--trust-pickle", "--name", "flowers") as server:
+        rows = [dict(zip(names, row, strict=True)) for row in ROWS]
+        assert predict(server, "flowers", rows) == wanted
+    config = {"backend": "sklearn", "parameters": {"trust_pickle": True}}
+    (tmp_path / "labels/model.yaml").write_text(yaml.safe_dump(config))
+    shutil.rmtree(tmp_path / "rows")
+    with served(tmp_path, tmp_path / "log") as server:
+        assert predict(server, "labels", ROWS) == wanted
+    (tmp_path / "labels/model.yaml").unlink()
+    assert "parameters: {trust_pickle: true}" in refused(str(tmp_path), *ANYWHERE)
+
+
 def test_a_pickle_in_a_repository_by_choice(iris: Path, tmp_path: Path) -> None:
     (tmp_path / "m/1").mkdir(parents=True)
     shutil.copy(iris, tmp_path / "m/1/model.pkl")

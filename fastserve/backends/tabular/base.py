@@ -2,7 +2,8 @@
 
     one matrix        input [rows, columns]        for columns of numbers: the default
     by column         age [rows], city [rows]      where a column holds text, where model.yaml declares an
-                                                   input for each column, or with parameters: {columns: true}
+                                                   input for each column, or with parameters: {columns: true};
+                                                   {columns: [...]} names columns that have no names
 
 A library's file has its columns and several outputs. `parameters: {outputs: [...]}`, or the outputs that
 model.yaml declares, choose among them; what nobody has chosen is not computed. The model is run once, over
@@ -12,7 +13,7 @@ one row, to learn the dtypes and shapes of its outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,7 @@ class TabularBackend:
         except Exception as error:
             words = clean(f"{file.name} cannot be opened: {error}", str(self._folder))
             raise ServeError(Kind.FAILED_PRECONDITION, f"{words}{self.version_text(file)}") from error
+        self._model = replace(self._model, columns=self._name_columns(self._model.columns))
         self.inputs = self._find_inputs(self._model)
         self.outputs = self._find_outputs(self._model)
 
@@ -153,6 +155,19 @@ class TabularBackend:
                 for column in self._model.columns
             ]
         )
+
+    def _name_columns(self, columns: tuple[Column, ...]) -> tuple[Column, ...]:
+        """Return the columns by the names that the config gives them, in the model's order. Raises
+        ConfigError."""
+        names = self.parameters.get("columns")
+        if not isinstance(names, list) or {column.name for column in columns} == set(names):
+            return columns
+        if len(set(names)) != len(columns) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"parameters.columns: given {len(names)} names, allowed: a name of its own for each of the "
+                f"model's {len(columns)} columns"
+            )
+        return tuple(replace(one, name=name) for one, name in zip(columns, names, strict=True))
 
     def _find_inputs(self, model: OpenedModel) -> dict[str, TensorSpec]:
         declared, width = self.inputs, len(model.columns)

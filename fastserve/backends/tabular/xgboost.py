@@ -6,7 +6,8 @@
     leaves           the leaf that a row falls into, of each tree        float32
     contributions    SHAP values of each column, and the bias behind     float32
 
-Rows are float32, as XGBoost keeps them. A NaN is a missing value.
+Rows are float32, as XGBoost keeps them. A NaN is a missing value. `parameters: {best_iteration: true}` stops
+at the round that early stopping found best, as the classes of xgboost.sklearn do.
 """
 
 from __future__ import annotations
@@ -51,25 +52,33 @@ class XGBoostBackend(TabularBackend):
         def matrix(rows: Any) -> Any:
             return xgboost.DMatrix(rows, feature_names=booster.feature_names)
 
-        outputs: dict[str, Callable[[Any], Any]] = {
-            PREDICTIONS: lambda rows: booster.inplace_predict(rows, validate_features=False),
-            MARGINS: lambda rows: booster.inplace_predict(
-                rows, predict_type="margin", validate_features=False
-            ),
-            LEAVES: lambda rows: booster.predict(matrix(rows), pred_leaf=True),
-            CONTRIBUTIONS: lambda rows: booster.predict(matrix(rows), pred_contribs=True),
-        }
         learner = json.loads(booster.save_config())["learner"]
+        rounds = (0, 0)  # all
+        if self.parameters.get("best_iteration") and booster.attr("best_iteration") is not None:
+            if learner["gradient_booster"]["name"] != "gblinear":  # it has no rounds to choose from
+                rounds = (0, int(booster.best_iteration) + 1)
+
+        def predict(rows: Any, **options: Any) -> Any:
+            return booster.inplace_predict(rows, validate_features=False, iteration_range=rounds, **options)
+
+        outputs: dict[str, Callable[[Any], Any]] = {
+            PREDICTIONS: predict,
+            MARGINS: lambda rows: predict(rows, predict_type="margin"),
+            LEAVES: lambda rows: booster.predict(matrix(rows), pred_leaf=True, iteration_range=rounds),
+            CONTRIBUTIONS: lambda rows: booster.predict(
+                matrix(rows), pred_contribs=True, iteration_range=rounds
+            ),
+        }
         objective = str(learner["objective"]["name"])
         if objective.startswith(("binary:", "multi:")):
             classes = max(2, int(learner["learner_model_param"]["num_class"]))
-            outputs[LABELS] = self._label(booster, objective, self.find_labels(classes))
+            outputs[LABELS] = self._label(predict, objective, self.find_labels(classes))
         return OpenedModel(number_columns(names), outputs)
 
     @staticmethod
-    def _label(booster: Any, objective: str, labels: Any) -> Callable[[Any], Any]:
+    def _label(predict: Callable[[Any], Any], objective: str, labels: Any) -> Callable[[Any], Any]:
         def label(rows: Any) -> Any:
-            found = booster.inplace_predict(rows, validate_features=False)
+            found = predict(rows)
             if objective == "binary:logitraw":
                 return labels[(found > 0).astype(int)]
             if objective.startswith("binary:"):
