@@ -10,6 +10,7 @@ from fastserve.dialects.admin.openapi import SPEC as OPENAPI
 from fastserve.dialects.admin.probes import METRICS_PORT, OPS
 from fastserve.dialects.grps.spec import SPEC as GRPS
 from fastserve.dialects.kserve.spec import SPEC as KSERVE_V2
+from fastserve.dialects.mlflow import SPEC as MLFLOW
 from fastserve.dialects.textgen import SPEC as TEXTGEN
 from fastserve.dialects.tfserving.spec import SPEC as TFSERVING
 from fastserve.dialects.triton_v1.spec import SPEC as TRITON_V1
@@ -24,5 +25,6 @@ SPECS: tuple[DialectSpec[Any], ...] = (
     KSERVE_V2,
     TRITON_V1,
     GRPS,
+    MLFLOW,
     METRICS_PORT,
 )
