@@ -116,6 +116,17 @@ PLACES: dict[str, tuple[bytes, ...]] = {
         b'{"context":%b,"examples":[{"x":1}]}',
         b'{"signature_name":%b,"instances":[[1,2,3,4]]}',
     ),
+    "mlflow": (
+        b'{"dataframe_split":{"columns":["x"],"data":%b}}',
+        b'{"dataframe_split":{"columns":%b,"data":[[1]]}}',
+        b'{"dataframe_records":%b}',
+        b'{"dataframe_records":[{"x":%b}]}',
+        b'{"instances":%b}',
+        b'{"instances":[{"x":%b}]}',
+        b'{"inputs":%b}',
+        b'{"inputs":{"x":%b}}',
+        b'{"inputs":[[1]],"params":%b}',
+    ),
     "app": (
         b"%b",
         b'{"x":%b}',

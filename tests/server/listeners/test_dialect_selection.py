@@ -218,7 +218,7 @@ def test_what_is_wrong_with_a_dialect_is_told(settings: dict[str, Any], told: st
 def test_what_a_listener_cannot_speak(names: tuple[str, ...]) -> None:
     specs = find_specs(Settings())
     allowed = (
-        "allowed: ops, console, openapi, textgen, tfserving, kserve_v2, triton_v1, grps, or metrics alone"
+        "allowed: ops, console, openapi, textgen, tfserving, kserve_v2, triton_v1, grps, mlflow, or metrics alone"
     )
     for choose in (choose_http, choose_grpc):
         with pytest.raises(ConfigError) as caught:
@@ -268,6 +268,7 @@ def test_a_listeners_dialects_follow_from_their_policies(
         (("metrics",), ["metrics"]),
         (("ops",), ["ops", "console", "openapi"]),
         (("grps",), ["ops", "console", "openapi", "grps"]),
+        (("mlflow",), ["ops", "console", "openapi", "mlflow"]),
         (("textgen",), ["ops", "console", "openapi", "textgen"]),
     ],
 )

@@ -27,7 +27,7 @@ from tests.server.rig import run, write_model
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 
 SPECS = (APP, *DIALECTS)
-EVERY = ("tfserving", "kserve_v2", "triton_v1", "grps", "textgen", "app")
+EVERY = ("tfserving", "kserve_v2", "triton_v1", "grps", "textgen", "app", "mlflow")
 BAD = ("none", "wrong", "expired", "revoked")
 HEALTH_RPCS = {f"/grpc.health.v1.Health/{name}": Scope.HEALTH for name in ("Check", "Watch")}
 REFLECTION = {
