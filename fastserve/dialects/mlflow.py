@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from array import array
 from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -65,7 +66,9 @@ from fastserve.tensor import DTYPE_BY_CODE, DTYPES, Tensor, TensorSpec
 
 MOST_VALUES = 1 << 18
 """Values of a body that is read value by value: about 100 bytes each."""
-CSV_ROWS = 1024  # of a table in CSV that are text at a time
+MOST_CELLS = 1 << 20
+"""Cells of a table in CSV, which are read by Python: up to a second."""
+CSV_ROWS, CSV_CELLS = 1024, 1 << 16  # that are text at a time
 _SIGNATURE = b"serving_default"
 _PROBES = dict.fromkeys(("GET", "HEAD"), Scope.HEALTH)
 INVOKE = HttpRoute("invocations", "/invocations", {"POST": Scope.INFER})
@@ -361,7 +364,7 @@ class InputReader:
 
     def _flat(self, name: str, value: Any, form: str) -> Tensor:
         dtype = self._inputs[name].dtype
-        missing: Any = b"" if dtype.name == "bytes" else float("nan") if "float" in dtype.name else None
+        missing: Any = b"" if dtype.name == "bytes" else math.nan if "float" in dtype.name else None
         try:
             shape, data = flatten(_filled(value, missing), dtype.code)
         except FlattenFault as fault:
@@ -383,70 +386,82 @@ class InputReader:
         lines = csv.reader(io.TextIOWrapper(io.BytesIO(body), "utf-8", newline=""))
         try:
             names = next(lines, [])
+            columns = {name: _CsvCells(spec) for name, spec in self._inputs.items()}
             if self._is_matrix:
-                (name,) = self._inputs
-                columns = [_CsvColumn(name, self._inputs[name]) for _ in names]
-                places = dict(enumerate(columns))
+                (matrix,) = columns.values()
+                count = _read_lines(lines, len(names), {-1: matrix})
+                shape: tuple[int, ...] = (count, len(names))
             else:
-                by_name = {name: _CsvColumn(name, spec) for name, spec in self._inputs.items()}
-                places = {place: by_name[name] for name, place in self._find_columns(names).items()}
-            count = _read_lines(lines, len(names), places)
+                places = {place: columns[name] for name, place in self._find_columns(names).items()}
+                shape = (_read_lines(lines, len(names), places),)
         except csv.Error as fault:
             raise invalid(f"line {lines.line_num}: {fault}") from None
         except UnicodeDecodeError as fault:
             raise invalid(f"the body is not UTF-8: {fault.reason}") from None
-        if not self._is_matrix:
-            return self._shaped({one.name: one.tensor(count) for one in places.values()}), True
-        (spec,) = self._inputs.values()
-        if spec.dtype.name not in _CAST:
-            raise invalid(f"text/csv: input {spec.name!r} is {spec.dtype.name}, allowed: {', '.join(_CAST)}")
-        whole = array(_CAST[spec.dtype.name], bytes(count * len(names) * spec.dtype.item_bytes))
-        for place, column in places.items():
-            whole[place :: len(names)] = column.numbers
-        return {spec.name: Tensor(spec.dtype, (count, len(names)), whole.tobytes())}, True
+        return self._shaped({name: one.tensor(shape) for name, one in columns.items()}), True
 
 
-class _CsvColumn:
-    """One column while its lines are read."""
+class _CsvCells:
+    """The cells of one input while lines are read."""
 
-    def __init__(self, name: str, spec: TensorSpec) -> None:
+    def __init__(self, spec: TensorSpec) -> None:
         """Raises ServeError for a type that a cell has no form of."""
-        self.name, self._dtype = name, spec.dtype
+        self._name, self._dtype = spec.name, spec.dtype
         code = _CAST.get(spec.dtype.name, "")
         if not code and spec.dtype.name != "bytes":
-            raise invalid(f"text/csv: input {name!r} is {spec.dtype.name}, which no cell can be")
-        self.numbers, self._texts = array(code or "B"), bytearray()
+            raise invalid(f"text/csv: input {spec.name!r} is {spec.dtype.name}, which no cell can be")
+        self._numbers, self._texts = array(code or "B"), bytearray()
 
-    def add(self, cells: Sequence[str], line: int) -> None:
-        """Take the cells of some lines, of which the last is `line`. Raises ServeError."""
+    def add(self, cells: Sequence[str], where: str) -> None:
+        """Take the cells of some lines. Raises ServeError."""
         if self._dtype.name == "bytes":
             self._texts += pack_bytes("" if cell in _MISSING else cell for cell in cells)
             return
+        numbers: array[Any]
         try:
-            if self.numbers.typecode in "fd":
-                self.numbers.extend([float("nan") if cell in _MISSING else float(cell) for cell in cells])
+            if self._numbers.typecode in "fd":
+                try:
+                    numbers = array(self._numbers.typecode, map(float, cells))
+                except ValueError:  # text, or a missing value
+                    read = [math.nan if cell in _MISSING else float(cell) for cell in cells]
+                    numbers = array(self._numbers.typecode, read)
             else:
-                self.numbers.extend([int(cell) for cell in cells])
+                numbers = array(self._numbers.typecode, map(int, cells))
         except (ValueError, OverflowError):
-            where = f"column {self.name!r}, lines {line - len(cells) + 1} to {line}"
-            raise invalid(f"{where}: given what is no {self._dtype.name}") from None
+            raise invalid(f"{self._name}, {where}: given what is no {self._dtype.name}") from None
+        self._numbers.extend(numbers)
 
-    def tensor(self, rows: int) -> Tensor:
-        data = bytes(self._texts) if self._dtype.name == "bytes" else self.numbers.tobytes()
-        return Tensor(self._dtype, (rows,), data)
+    def tensor(self, shape: tuple[int, ...]) -> Tensor:
+        """Return all that was taken."""
+        data = bytes(self._texts) if self._dtype.name == "bytes" else self._numbers.tobytes()
+        return Tensor(self._dtype, shape, data)
 
 
-def _read_lines(lines: Any, width: int, places: dict[int, _CsvColumn]) -> int:
-    count = 0
-    while some := [line for line in islice(lines, CSV_ROWS) if line]:
-        if set(map(len, some)) != {width}:
-            first = next(len(line) for line in some if len(line) != width)
-            raise invalid(f"before line {lines.line_num + 1}: given {first} cells, allowed: {width}")
-        cells = list(zip(*some, strict=True))
-        for place, column in places.items():
-            column.add(cells[place], lines.line_num)
+def _read_lines(lines: Any, width: int, places: dict[int, _CsvCells]) -> int:
+    """Read the lines of a table into its inputs by the places of their columns; at -1 are all columns. Return
+    how many there were. Raises ServeError."""
+    count, rows = 0, _rows_of(lines, width)
+    while some := list(islice(rows, max(1, min(CSV_ROWS, CSV_CELLS // max(width, 1))))):
         count += len(some)
+        if count * width > MOST_CELLS:
+            raise invalid(f"text/csv: allowed: {MOST_CELLS} cells; of `dataframe_split` there may be more")
+        where = f"lines {lines.line_num - len(some) + 1} to {lines.line_num}"
+        if -1 in places:
+            places[-1].add(list(chain.from_iterable(some)), where)
+        else:
+            columns = list(zip(*some, strict=True))
+            for place, cells in places.items():
+                cells.add(columns[place], where)
     return count
+
+
+def _rows_of(lines: Any, width: int) -> Iterator[list[str]]:
+    """Yield the lines that are not empty. Raises ServeError for one of another width."""
+    for line in lines:
+        if len(line) == width:
+            yield line
+        elif line:
+            raise invalid(f"line {lines.line_num}: given {len(line)} cells, allowed: {width}")
 
 
 def _with_axes(tensor: Tensor, spec: TensorSpec) -> Tensor:

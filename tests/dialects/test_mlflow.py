@@ -14,7 +14,7 @@ import pytest
 
 from fastserve._ext.flatten import unpack_bytes
 from fastserve.dialects import mlflow
-from fastserve.dialects.mlflow import MOST_VALUES, InputReader, write_predictions
+from fastserve.dialects.mlflow import MOST_CELLS, MOST_VALUES, InputReader, write_predictions
 from fastserve.errors import ServeError
 from fastserve.repository.model_config import parse_model_config
 from fastserve.repository.version import Version
@@ -160,8 +160,8 @@ def test_mixed_tables_are_bounded_and_columns_are_not() -> None:
     ("text", "told"),
     [
         (b"a\n1\n", "columns: missing b; wanted: a, b"),
-        (b"a,b\n1,2\n3\n", "before line 4: given 1 cells, allowed: 2"),
-        (b"a,b\n1,x\n", "column 'b', lines 2 to 2: given what is no float64"),
+        (b"a,b\n1,2\n3\n", "line 3: given 1 cells, allowed: 2"),
+        (b"a,b\n1,x\n", "b, lines 2 to 2: given what is no float64"),
         (b"", "columns: missing a, b"),
         (b"a,b\n\xff,1\n", "the body is not UTF-8"),
     ],
@@ -170,6 +170,15 @@ def test_what_is_wrong_with_csv_is_named(text: bytes, told: str) -> None:
     with pytest.raises(ServeError) as fault:
         InputReader(version_of(NUMBERS)).read_csv(text)
     assert told in fault.value.message
+
+
+def test_a_table_in_csv_is_bounded() -> None:
+    reader = InputReader(version_of({"input": ("float64", [4])}))
+    rows = MOST_CELLS // 4
+    tensors, _ = reader.read_csv(b"a,b,c,d\n" + b"1,,3,4\n" * rows)
+    assert tensors["input"].shape == (rows, 4)
+    with pytest.raises(ServeError, match="text/csv: allowed: 1048576 cells"):
+        reader.read_csv(b"a,b,c,d\n" + b"1,,3,4\n" * (rows + 1))
 
 
 def test_long_csv_is_the_same_numbers() -> None:
