@@ -305,7 +305,10 @@ class InputReader:
         numbers = memoryview(data).cast("B").cast(_CAST[self._dtype])
         width = len(names)
         return self._shaped(
-            {n: Tensor(DTYPE_BY_CODE[code], shape[:1], numbers[p::width].tobytes()) for n, p in places.items()}
+            {
+                n: Tensor(DTYPE_BY_CODE[code], shape[:1], numbers[p::width].tobytes())
+                for n, p in places.items()
+            }
         )
 
     def _find_columns(self, names: Sequence[str]) -> dict[str, int]:

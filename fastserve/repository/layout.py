@@ -386,7 +386,10 @@ def _must_hold_models(root: Path) -> None:
     """Raise ConfigError for a folder that is itself a model, or a version of one."""
     versions = [child.name for child in root.iterdir() if version_number(child.name) is not None]
     configs = (CONFIG_FILE, TRITON_FILE)
-    for held in (*configs, *(f"{number}/{name}" for number in sorted(versions) for name in (*MODEL_FILES, MLMODEL))):
+    for held in (
+        *configs,
+        *(f"{number}/{name}" for number in sorted(versions) for name in (*MODEL_FILES, MLMODEL)),
+    ):
         if (root / held).is_file():
             raise ConfigError(f"repository: {root} is one model (it holds {held}); give the folder above it")
     for held in (*MODEL_FILES, MLMODEL):

@@ -99,7 +99,12 @@ def test_columns_of_several_types_and_missing_values() -> None:
     rows = [{"age": 31, "city": "Linz", "n": 5}, {"age": None, "city": None, "n": -(2**60)}]
     split = {"columns": ["n", "age", "city"], "data": [[r["n"], r["age"], r["city"]] for r in rows]}
     inputs = {"age": [31, math.nan], "city": ["Linz", ""], "n": [5, -(2**60)]}
-    for body in ({"dataframe_records": rows}, {"dataframe_split": split}, {"instances": rows}, {"inputs": inputs}):
+    for body in (
+        {"dataframe_records": rows},
+        {"dataframe_split": split},
+        {"instances": rows},
+        {"inputs": inputs},
+    ):
         assert str(read(version, body)[0]) == str(wanted)  # a NaN is no other NaN's equal
     table = b"n,city,age\n5,Linz,31\n-1152921504606846976,,NA\n"
     tensors, _ = InputReader(version).read_csv(table)
@@ -190,7 +195,7 @@ def test_long_csv_is_the_same_numbers() -> None:
 
 def test_predictions_are_mlflows() -> None:
     single = Tensor(DTYPES["float32"], (2,), memoryview(b"\xcd\xcc\xcc=\x00\x00\x80?"))
-    labels = Tensor(DTYPES["bytes"], (2,), b"\x02\x00\x00\x00no\x04\x00\x00\x00\xc3\xa4\"x")
+    labels = Tensor(DTYPES["bytes"], (2,), b'\x02\x00\x00\x00no\x04\x00\x00\x00\xc3\xa4"x')
     response = InferResponse({"p": single, "kind": labels})
 
     def written(names: list[str], **how: bool) -> Any:
@@ -198,7 +203,10 @@ def test_predictions_are_mlflows() -> None:
 
     assert written(["p"], named=False, by_row=True) == [0.10000000149011612, 1.0]
     assert written(["kind"], named=False, by_row=False) == ["no", 'ä"x']
-    assert written(["p", "kind"], named=True, by_row=False) == {"p": [0.10000000149011612, 1], "kind": ["no", 'ä"x']}
+    assert written(["p", "kind"], named=True, by_row=False) == {
+        "p": [0.10000000149011612, 1],
+        "kind": ["no", 'ä"x'],
+    }
     assert written(["p", "kind"], named=True, by_row=True) == [
         {"p": 0.10000000149011612, "kind": "no"}, {"p": 1, "kind": 'ä"x'}
     ]  # fmt: skip
@@ -207,9 +215,7 @@ def test_predictions_are_mlflows() -> None:
 # ---- over HTTP
 
 
-async def invoke(
-    served: Served, body: object, path: str = "/invocations", **headers: str
-) -> tuple[int, Any]:
+async def invoke(served: Served, body: object, path: str = "/invocations", **headers: str) -> tuple[int, Any]:
     client = await served.client()
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = {"Host": "x", "Content-Length": str(len(raw)), "Content-Type": "application/json", **headers}
@@ -222,7 +228,7 @@ async def invoke(
 
 def test_the_only_model_answers_invocations(tmp_path: Path) -> None:
     write_model(tmp_path)
-    csv = "p,q\n1,2\n3,4.5\n".encode()
+    csv = b"p,q\n1,2\n3,4.5\n"
 
     async def work() -> None:
         async with serving(tmp_path, http=HERE) as served:

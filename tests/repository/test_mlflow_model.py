@@ -162,7 +162,9 @@ def test_one_folder(tmp_path: Path) -> None:
 
 def test_versions_of_a_repository_have_their_own_flavors(tmp_path: Path) -> None:
     write(tmp_path / "m/1", SKLEARN, "model.pkl")
-    shutil.copy(DIGITS / "1/model.onnx", write(tmp_path / "m/2", of_flavor("onnx", data="net.onnx")) / "net.onnx")
+    shutil.copy(
+        DIGITS / "1/model.onnx", write(tmp_path / "m/2", of_flavor("onnx", data="net.onnx")) / "net.onnx"
+    )
     write(tmp_path / "m/3", of_flavor("pytorch"))
     write(tmp_path / "m/4", of_flavor("catboost", data="model.cb"))
     model = scanned(tmp_path, model_defaults={"parameters": {"trust_pickle": True}})
@@ -178,7 +180,11 @@ def test_versions_of_a_repository_have_their_own_flavors(tmp_path: Path) -> None
 
 def test_model_yaml_adds_and_wins(tmp_path: Path) -> None:
     write(tmp_path / "m/1", SKLEARN, "model.pkl")
-    config = {"backend": "sklearn", "max_batch_size": 8, "parameters": {"trust_pickle": True, "columns": False}}
+    config = {
+        "backend": "sklearn",
+        "max_batch_size": 8,
+        "parameters": {"trust_pickle": True, "columns": False},
+    }
     (tmp_path / "m/model.yaml").write_text(yaml.safe_dump(config))
     found = scanned(tmp_path).config_of(1)
     assert found.options.model_file == "model.pkl"
@@ -215,7 +221,7 @@ def test_links_stay_inside(tmp_path: Path) -> None:
 
 def test_a_folder_given_as_repository_is_named(tmp_path: Path) -> None:
     write(tmp_path / "m/1", SKLEARN.replace("model.pkl", "flowers.pkl"), "flowers.pkl")
-    with pytest.raises(ConfigError, match="is one model .it holds 1/MLmodel.; give the folder above it"):
+    with pytest.raises(ConfigError, match=r"is one model .it holds 1/MLmodel.; give the folder above it"):
         Layout(RepositorySettings(repository=str(tmp_path / "m"))).check()
 
 

@@ -54,9 +54,9 @@ class XGBoostBackend(TabularBackend):
 
         learner = json.loads(booster.save_config())["learner"]
         rounds = (0, 0)  # all
-        if self.parameters.get("best_iteration") and booster.attr("best_iteration") is not None:
-            if learner["gradient_booster"]["name"] != "gblinear":  # it has no rounds to choose from
-                rounds = (0, int(booster.best_iteration) + 1)
+        stopped = self.parameters.get("best_iteration") and booster.attr("best_iteration") is not None
+        if stopped and learner["gradient_booster"]["name"] != "gblinear":  # that has no rounds to choose from
+            rounds = (0, int(booster.best_iteration) + 1)
 
         def predict(rows: Any, **options: Any) -> Any:
             return booster.inplace_predict(rows, validate_features=False, iteration_range=rounds, **options)
