@@ -24,7 +24,8 @@ import msgspec
 
 from fastserve.errors import ConfigError
 from fastserve.repository.triton_config.completion import read_onnx_graph
-from fastserve.settings.config_files import is_inner_path, read_yaml
+from fastserve.settings.config_files import read_yaml
+from fastserve.settings.confined_file import is_inner_path
 from fastserve.settings.fields import fault_text
 
 MLMODEL = "MLmodel"
@@ -44,8 +45,8 @@ _CATBOOST = {
 }
 _LOAD = "load it by mlflow.pyfunc.load_model in a {folder}/model.py (backend: python)"
 _UNSUPPORTED = {
-    "pytorch": "a PyTorch model; save it as ONNX (mlflow.onnx.save_model), or serve a torch.export program as "
-    "{folder}/model.pt2 (backend: torch)",
+    "pytorch": "a PyTorch model; save it as ONNX (mlflow.onnx.save_model), or serve a torch.export program "
+    "as {folder}/model.pt2 (backend: torch)",
     "tensorflow": "a TensorFlow model; serve its SavedModel: {saved}",
     "keras": "a Keras model; export a SavedModel (model.export('saved')) and serve that folder",
     "transformers": "a pipeline of Transformers; serve the folder with its config.json and *.safetensors "

@@ -76,8 +76,8 @@ def scanned(root: Path, **more: Any) -> ModelFolder:
 @pytest.mark.parametrize(
     ("flavor", "fields", "backend", "file", "parameters"),
     [
-        ("sklearn", {"pickled_model": "model.skops", "serialization_format": "skops"}, "sklearn", "model.skops",
-         {"outputs": ["predictions"]}),
+        ("sklearn", {"pickled_model": "model.skops", "serialization_format": "skops"}, "sklearn",
+         "model.skops", {"outputs": ["predictions"]}),
         ("xgboost", {"data": "model.ubj", "model_class": "xgboost.sklearn.XGBClassifier"}, "xgboost",
          "model.ubj", {"outputs": ["labels"], "best_iteration": True}),
         ("xgboost", {"data": "model.json", "model_class": "xgboost.sklearn.XGBRegressor"}, "xgboost",
@@ -121,16 +121,16 @@ def test_columns_are_those_of_a_signature_with_names(tmp_path: Path) -> None:
     ("text", "told"),
     [
         (of_flavor("pytorch", model_data="data"), "it is a PyTorch model; save it as ONNX"),
-        (of_flavor("tensorflow", saved_model_dir="tf2model"), "a TensorFlow model; serve its SavedModel: tf2model"),
+        (of_flavor("tensorflow", saved_model_dir="tf2model"), "model; serve its SavedModel: tf2model"),
         (of_flavor("python_function"), "mlflow.pyfunc.load_model in a 1/model.py (backend: python)"),
         (yaml.safe_dump({"flavors": {"prophet": {}}}),
          "flavors: given prophet, allowed: sklearn, xgboost, lightgbm, catboost, onnx"),
         ("mlflow_version: 3\n", "flavors: given NoneType, allowed: a mapping"),
         (of_flavor("onnx"), "flavors.onnx.data: given null, allowed: the name of a file"),
-        (of_flavor("onnx", data="../model.onnx"), "flavors.onnx: given \"../model.onnx\", allowed: a path inside"),
-        (of_flavor("catboost", data="model.cb", save_format="json"), "flavors.catboost.save_format: given \"json\""),
-        (of_flavor("xgboost", data="model.pkl", model_class="mine.Trees"), "xgboost.model_class: given \"mine.Trees\""),
-        (SKLEARN.replace("predict_fn: predict", "predict_fn: score"), "predict_fn: given \"score\", allowed: predict,"),
+        (of_flavor("onnx", data="../model.onnx"), "onnx: given \"../model.onnx\", allowed: a path inside"),
+        (of_flavor("catboost", data="model.cb", save_format="json"), "save_format: given \"json\""),
+        (of_flavor("xgboost", data="model.pkl", model_class="mine.Trees"), "given \"mine.Trees\""),
+        (SKLEARN.replace("predict_fn: predict", "predict_fn: score"), "given \"score\", allowed: predict,"),
         (SKLEARN.replace("inputs: '[", "inputs: '"), "signature.inputs: "),
     ],
 )  # fmt: skip
