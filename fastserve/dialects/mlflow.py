@@ -81,7 +81,12 @@ _FORMS = ("dataframe_split", "dataframe_records", "instances", "inputs")
 _WANTED = "allowed: an object with one of " + ", ".join(_FORMS)
 _ENVELOPE = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"(dataframe_split|dataframe_records)"[ \t\r\n]*:')
 _END = re.compile(rb"[ \t\r\n]*\}[ \t\r\n]*\Z")
-_CAST = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}  # types of columns in a matrix
+_CAST: dict[str, Any] = {
+    "float32": "f",
+    "float64": "d",
+    "int32": "i",
+    "int64": "q",
+}  # types of columns in a matrix
 _MISSING = {"", "nan", "NaN", "NA", "N/A", "NULL", "null", "None", "<NA>", "n/a", "#N/A", "-nan", "-NaN"}
 _CODES = {
     Kind.INVALID_ARGUMENT: "BAD_REQUEST",
@@ -280,7 +285,7 @@ class InputReader:
                 if self._is_matrix:
                     return None
                 try:
-                    read = self._reader.read(b'{"instances":%b}' % table)
+                    read = self._reader.read(b"".join((b'{"instances":', table, b"}")))
                 except JSONFault:
                     return None
                 tensors = {n: Tensor(DTYPE_BY_CODE[c], s, data) for n, (c, s, data) in read.tensors.items()}
