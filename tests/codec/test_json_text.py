@@ -22,6 +22,7 @@ PACKAGE = Path(fastserve.__file__).parent
 ROOMS = ("dialects", "serving", "wire", "repository", "codec")
 OTHERS_BYTES = {
     "codec/json_text.py": "the reader",
+    "repository/mlflow_model.py": "the signature of an MLmodel, a file of a model's folder",
     "serving/replication.py": "records that the owner's process has written",
     "serving/text/chat.py": "files of a model's folder",
     "serving/text/tokenizer.py": "a tokenizer's own state",

@@ -13,6 +13,7 @@ from fastserve.errors import ServeError
 from fastserve.net import Call, HttpListener
 from fastserve.net.compression import inflate, inflate_offloaded
 from fastserve.net.http2.connection import QUANTUM_BYTES
+from fastserve.net.request import RequestHead
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, PATIENCE_S, MemoryBudget
 from fastserve.util.offload import Offload
 from tests.net.grpc import peer as grpc_peer
@@ -266,7 +267,7 @@ def test_a_coroutine_that_waits_in_vain_is_refused() -> None:
 def test_inflated_bytes_are_charged_before_they_exist() -> None:
     async def main() -> None:
         async with serving({"/echo": echo}) as listener:
-            call = Call(_Connection(listener), None, b"")  # type: ignore[arg-type]
+            call = Call(_Connection(listener), RequestHead(b""), b"")
             within = limits(inflated_bytes=10 * MB)
             body = gzip.compress(bytes(3 * MB)) + gzip.compress(b"") * 700
             during = []
@@ -293,7 +294,7 @@ class _Connection:
 def test_what_cannot_be_inflated_holds_nothing() -> None:
     async def main() -> None:
         async with serving({"/echo": echo}) as listener:
-            call = Call(_Connection(listener), None, b"")  # type: ignore[arg-type]
+            call = Call(_Connection(listener), RequestHead(b""), b"")
             with pytest.raises(ServeError):
                 await inflate_offloaded(call.claim, Offload(), 4, limits(), inflate, b"none", limits())
             assert listener.budget.used == 0
