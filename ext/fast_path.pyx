@@ -31,11 +31,11 @@ ACCOUNTS_MIXED_NS = MIXED_NS
 
 
 ACCOUNT = ContextVar("account", default=None)
-"""Whose request the running task works on: an Account, or None."""
+"""The Account of the request that the running task works on, or None."""
 
 
 cdef class Account:
-    """What one client has used in this front process since it was last moved on to counters. A subclass has `charge_rows`
+    """The use of one client in this front process, since it was last added to counters. A subclass has `charge_rows`
     and `has_rows`, which are called where `charged`, and `board`, the numbers that fronts share."""
 
     cdef public int64_t rows            # that were given to batches
