@@ -63,15 +63,17 @@ cdef inline int read_ring(const Arena* arena, const Claims* claims, uint32_t wor
 
 
 cdef inline list read_lost(const Arena* arena):
-    """(slot, generation, rows) of rows that no process answers for."""
-    cdef uint32_t i, tries, rows, generation = 0
+    """(slot, generation, rows) of rows that no process answers for; of a batch that did not hold still, 0 rows."""
+    cdef uint32_t i, tries, rows = 0, generation = 0
+    cdef bint still = False
     found = []
     for i in range(arena.slots):
-        for tries in range(64):     # a busy batch is looked at until it holds still
-            rows = slot_lost(arena, i, &generation)
-            if rows:
-                found.append((i, generation, rows))
+        for tries in range(64):
+            still = slot_lost(arena, i, &generation, &rows)
+            if still:
                 break
+        if rows or not still:
+            found.append((i, generation, rows))
     return found
 
 

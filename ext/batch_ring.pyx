@@ -230,20 +230,23 @@ cdef class BatchRing:
         cdef uint64_t now = monotonic_ns()      # nothing a worker wrote there lies in the future
         return min(s.first_ns, now), min(s.taken_ns, now), min(s.run_ns, now), min(s.ran_ns, now), min(s.done_ns, now)
 
-    def row_ns(self, uint32_t slot) -> float:
-        """How long the backend worked on each row of a published batch; 0 where a worker has written nonsense."""
+    def ended(self, uint32_t slot) -> tuple:
+        """(rows, rows settled, done, how long a worker had it, how long the backend worked on each row, stages) of a published
+        batch, for BatchMetrics. Stages: how long it waited for a worker (-1: not known), formed, was gathered, run, and written;
+        None where another front has recorded them."""
         cdef Slot* s = self.slot(slot)
-        cdef uint64_t now = monotonic_ns(), ran = s.ran_ns if s.ran_ns else s.done_ns
-        cdef uint32_t rows = word_reserved(load64(&s.word))
-        return <double>since_ns(s.run_ns if s.run_ns else s.taken_ns, min(ran, now)) / (rows if rows else 1)
-
-    def formed_ns(self, uint32_t slot) -> int:
-        """How long a batch took from its first row to its sealing; then it waited for a worker."""
-        return slot_formed_ns(self.slot(slot))
-
-    def count_once(self, uint32_t slot) -> bool:
-        """True for the first front that asks: the one to record this batch."""
-        return slot_count_once(self.slot(slot))
+        cdef uint64_t word = load64(&s.word), now = monotonic_ns()     # nothing a worker wrote there lies in the future
+        cdef int64_t first = min(s.first_ns, now), taken = min(s.taken_ns, now), done = min(s.done_ns, now)
+        cdef int64_t run = min(s.run_ns, now), ran = min(s.ran_ns, now)
+        cdef uint32_t rows = word_reserved(word)
+        run, ran = run if run else taken, ran if ran else done
+        cdef double row_ns = <double>max(ran - run, 0) / (rows if rows else 1) if run else 0.0
+        stages = None
+        if slot_count_once(s):
+            ran = max(ran, run)
+            stages = (max(taken - first, 0) if first else -1, slot_formed_ns(s) if first else 0,
+                      max(run - taken, 0), ran - run, max(done - ran, 0))
+        return rows, word_settled(word), done, max(done - taken, 0), row_ns, stages
 
     def seq(self, uint32_t slot) -> int:
         """The number of the slot's present opening."""
@@ -428,7 +431,8 @@ cdef class BatchRing:
         return touched
 
     def lost(self) -> list:
-        """(slot, generation, rows) of rows that no process answers for; only a front that died leaves them so for long."""
+        """(slot, generation, rows) of rows that no process answers for; only a front that died leaves them so for long.
+        Of a batch that others moved at each try, 0 rows: whether it has any is unknown."""
         return read_lost(&self.arena)
 
     def forgive(self, uint32_t slot, uint32_t generation, uint32_t rows) -> bool:

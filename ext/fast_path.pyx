@@ -11,14 +11,24 @@ see docs/decisions/0013.
 from contextvars import ContextVar
 
 from cpython.object cimport PyObject
-from cpython.pycapsule cimport PyCapsule_New
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from starting cimport STARTING_CAPSULE, Starting
 
+from fastserve._ext.shared_metrics import Counter
+
 
 cdef extern from "arena.h" nogil:
     uint64_t monotonic_ns()
+
+
+cdef extern from "shared_metrics.h" nogil:
+    const char *METRIC_VALUES
+    ctypedef struct MetricValues:
+        uint64_t *slots
+    void metric_add(uint64_t *, uint64_t)
+    void metric_observe_ns(const MetricValues *, int64_t)
 
 
 cdef tuple NO_SLAB = (0, 0)
@@ -56,25 +66,119 @@ starting.exchange = starting.account = NULL
 _STARTING = PyCapsule_New(&starting, STARTING_CAPSULE, NULL)
 
 
+cdef const MetricValues *lent(instrument) except NULL:
+    return <const MetricValues *>PyCapsule_GetPointer(instrument.lend(), METRIC_VALUES)
+
+
 cdef class CountedEndpoint:
-    """An endpoint whose calls are those of `account`; `count` is called for each, before it."""
+    """An endpoint whose calls are those of `account`; `counter` counts each, before it."""
 
-    cdef readonly object endpoint, count
+    cdef readonly object endpoint, counter
     cdef readonly Account account
+    cdef const MetricValues *counted        # the counter's, where it is a Counter
 
-    def __init__(self, Account account not None, count, endpoint) -> None:
-        self.account, self.count, self.endpoint = account, count, endpoint
+    def __init__(self, Account account not None, counter, endpoint) -> None:
+        self.account, self.counter, self.endpoint = account, counter, endpoint
+        self.counted = lent(counter) if isinstance(counter, Counter) else NULL
 
     def __call__(self, *args):      # the call: this tuple is the endpoint's, too
         global starting
         cdef Starting before = starting
         (call,) = args
-        self.count()
+        if self.counted != NULL:
+            metric_add(self.counted.slots, 1)
+        else:
+            self.counter.add()
         starting.exchange, starting.account = <PyObject*>call, <PyObject*>self.account
         try:
             return self.endpoint(*args)
         finally:
             starting = before
+
+
+cdef class SampleCountdown:
+    """Requests up to the next one that is traced, itself included."""
+
+    cdef public int64_t left
+
+
+def sample_endpoint(SampleCountdown countdown not None, endpoint, turn):
+    """Return the endpoint for calls without a parent: it counts them down, and `turn` gets the one whose turn has come."""
+    def sampled(call):
+        countdown.left -= 1
+        return endpoint(call) if countdown.left > 0 else turn(call)
+    return sampled
+
+
+def sample_start(SampleCountdown countdown not None, start, turn):
+    """Return `start` of a method of gRPC, for calls without a parent. What it leaves to `run` is counted there."""
+    def sampled(message, rpc):
+        if countdown.left <= 1:
+            return turn(message, rpc)
+        if not start(message, rpc):
+            return False
+        countdown.left -= 1
+        return True
+    return sampled
+
+
+cdef class FastSpan:
+    """A traced request while the fast path has it: in `traced` until then, by its exchange. `span` is the RequestSpan
+    (util/spans.py), and `end(exchange, span, error)` is called once."""
+
+    cdef readonly object span
+    cdef object exchange, end, leave, batch_ended, run
+    cdef dict traced
+    cdef int64_t answered_ns
+
+    def __init__(self, span, exchange, end, dict traced not None) -> None:
+        self.span, self.exchange, self.end, self.traced = span, exchange, end, traced
+        traced[exchange] = self
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the fast path has taken the request."""
+        return self.leave is not None
+
+    cdef submitted(self, Lifecycle path, lease, rows):
+        """The rows are in a batch, which no worker sees yet."""
+        version = path.version
+        self.run = self.span.begin_run(version.model, version.number)
+        if self.run is not None:
+            self.batch_ended = path.queue.trace_lease(self.run, lease, rows)
+
+    cdef leaving(self, on_gone):
+        """Return a replacement of `on_gone`, for when the client leaves."""
+        self.leave = on_gone
+        return self.gone
+
+    cdef answered(self):
+        """The batch has ended, and its slot is still held."""
+        self.answered_ns = <int64_t>monotonic_ns()
+        if self.batch_ended is not None:
+            self.batch_ended()
+
+    cpdef ended(self, exchange, error):
+        """The request was answered, by the batch or from a cache."""
+        if self.traced.pop(exchange, None) is None:
+            return
+        span, run = self.span, self.run
+        children = <list?>span.children
+        if run is not None:
+            run.ended_ns = self.answered_ns
+            children.append(("decode", span.started_ns, run.begun_ns, {}, ()))
+            if error is not None:
+                run.fail(error)
+        if error is None:
+            children.append(("encode", self.answered_ns, <int64_t>monotonic_ns(), {}, ()))
+        self.end(exchange, span, error)
+
+    def gone(self) -> None:
+        leave, exchange = self.leave, self.exchange
+        if leave is not None:
+            leave()
+        from asyncio import CancelledError
+        self.ended(exchange, CancelledError())
 
 
 cdef class Ticket:
@@ -95,10 +199,11 @@ cdef class Ticket:
 
 
 cdef class TicketTable:
-    """Who waits for an answer from which slot. A subclass has `ring`, `room`, and what to do in turns of its loop:
-    wake_soon, watch, settle, failure, own_fault, undelivered, look_around."""
+    """The requests that wait for answers, by slot. A subclass has `ring`, `room`, `metrics`, and methods for the turns of
+    its loop: wake_soon, watch, settle, failure, own_fault, undelivered, look_around."""
 
     cdef public object ring, room
+    cdef public object metrics                  # BatchMetrics
     cdef public int64_t submitted               # so far
     cdef public int64_t waiting                 # submitted, and not yet answered or cancelled
     cdef public int64_t unreleased              # answers handed out whose memory is still read
@@ -113,8 +218,8 @@ cdef class TicketTable:
     cdef public int64_t look_ns                 # when `look_around` is due: whether several accounts send requests
     cdef int64_t clock_ns                       # of the request that is being submitted; 0: nobody has looked
 
-    def __init__(self, ring, slots: int) -> None:
-        self.ring, self.room, self.wake_handle = ring, None, None
+    def __init__(self, ring, slots: int, metrics) -> None:
+        self.ring, self.metrics, self.room, self.wake_handle = ring, metrics, None, None
         self.by_slot, self.seqs, self.idle = [[] for _ in range(slots)], [0] * slots, []
 
     def submit(self, int64_t lease, uint32_t rows, done, int64_t deadline_ns=0, context=None, Account account=None):
@@ -174,12 +279,15 @@ cdef class TicketTable:
         cdef Ticket ticket
         cdef double row_ns = -1
         self.by_slot[slot] = []
-        error = self.failure(slot)
+        ended = <tuple?>self.ring.ended(slot)
+        self.metrics.record(ended)
+        failed = self.ring.failure(slot)
+        error = None if failed is None else self.failure(failed)
         self.unreleased += len(waiting_here)
         for ticket in waiting_here:
             if ticket.account is not None:
                 if row_ns < 0:
-                    row_ns = self.ring.row_ns(slot)
+                    row_ns = ended[4]
                 ticket.account.compute_ns += row_ns * ticket.rows
             done, fault = ticket.done, error
             ticket.done = None
@@ -212,21 +320,26 @@ cdef class Lifecycle:
     with `replies`, `reply` too."""
 
     cdef readonly object queue
-    cdef object refusals, counted, duration, encoded, answered
-    cdef readonly object decoded
+    cdef object refusals, answered
+    cdef tuple metrics                  # whose numbers these are:
+    cdef const MetricValues *counted
+    cdef const MetricValues *duration
+    cdef const MetricValues *decode
+    cdef const MetricValues *encode
     cdef bint replies
     cdef public bint accounted          # requests have accounts: those of their heads
     cdef Account account                # of the request that is being started, where `starting` does not say it
     cdef dict traced
 
     def __init__(self, queue, refusals: type, metrics: tuple, answered, dict traced not None, bint replies=False) -> None:
-        """`metrics`: what counts a request, and what observes how long it, its reading and its writing took;
+        """`metrics`: the Counter of requests, and the Histograms of how long each, its reading and its writing took;
         `answered` is called with the prepared request, how long it took, and how long it waited for its batch
-        and ran; None: nobody wants to know. `traced` has the spans of exchanges that are traced now, mostly none:
-        `submitted(self, lease, rows)` is called before a worker may see the lease, `leaving(on_gone)` after, `answered()`
-        while the batch can still be asked, and `ended(exchange, error)`."""
+        and ran; None: nobody wants to know. `traced` has the exchanges that are traced now, mostly none, and their
+        FastSpans."""
         self.queue, self.refusals, self.replies, self.traced = queue, refusals, replies, traced
-        self.counted, self.duration, self.decoded, self.encoded = metrics
+        self.metrics = metrics
+        counted, duration, decode, encode = metrics
+        self.counted, self.duration, self.decode, self.encode = lent(counted), lent(duration), lent(decode), lent(encode)
         self.answered = answered
 
     def start(self, exchange, prepared, source, request_id=None, int64_t deadline_ns=0) -> bool:
@@ -258,6 +371,10 @@ cdef class Lifecycle:
         except Exception as fault:
             self.failed(exchange, prepared, request_id, fault)
         return True
+
+    def decoded(self, exchange) -> None:
+        """Observe how long the reading of a request took that is not submitted."""
+        metric_observe_ns(self.decode, <int64_t>monotonic_ns() - <int64_t>exchange.received_ns)
 
     def admits(self, exchange) -> bool:
         """Whether the account of a request has room for its rows. `submit` follows, for that account."""
@@ -293,12 +410,12 @@ cdef class Lifecycle:
         cdef int64_t now_ns = <int64_t>monotonic_ns()
         cdef Ticket ticket
         span = self.traced.get(exchange) if self.traced else None
-        self.decoded(now_ns - received_ns)
+        metric_observe_ns(self.decode, now_ns - received_ns)
         try:
             if (<tuple?>reserved[2])[0]:
                 prepared.layout_in.settle(reserved)
             if span is not None:
-                span.submitted(self, reserved[0], prepared.rows)
+                (<FastSpan?>span).submitted(self, reserved[0], prepared.rows)
             context = exchange, prepared, request_id, held
             if self.accounted:
                 if starting.exchange == <PyObject*>exchange:
@@ -317,7 +434,7 @@ cdef class Lifecycle:
         ticket.submitted_ns = now_ns
         exchange.on_gone = ticket if held is None else Leaving(ticket, held)
         if span is not None:
-            exchange.on_gone = span.leaving(exchange.on_gone)
+            exchange.on_gone = (<FastSpan>span).leaving(exchange.on_gone)
 
     cdef answer(self, Ticket ticket, error):
         exchange, prepared, request_id, held = <tuple?>ticket.context
@@ -326,7 +443,7 @@ cdef class Lifecycle:
         span = self.traced.get(exchange) if self.traced else None
         try:
             if span is not None:
-                span.answered()
+                (<FastSpan?>span).answered()
             if error is None:
                 try:
                     try:
@@ -346,7 +463,7 @@ cdef class Lifecycle:
         if later is not None:
             self.answer_later(ticket, later)
         elif span is not None:
-            span.ended(exchange, error)
+            (<FastSpan?>span).ended(exchange, error)
 
     cdef write(self, exchange, prepared, Ticket ticket, request_id, held):
         """Write the answer; what is too large for one turn of the loop is a coroutine that does it."""
@@ -369,9 +486,9 @@ cdef class Lifecycle:
     cpdef count(self, exchange, prepared, uint64_t began_ns, int64_t ran_ns=0):
         """A request was answered well, whose answer was begun then; `ran_ns` from its being submitted to there."""
         cdef int64_t now_ns = <int64_t>monotonic_ns(), received_ns = exchange.received_ns
-        self.encoded(now_ns - <int64_t>began_ns)
-        self.counted()
-        self.duration(now_ns - received_ns)
+        metric_observe_ns(self.encode, now_ns - <int64_t>began_ns)
+        metric_add(self.counted.slots, 1)
+        metric_observe_ns(self.duration, now_ns - received_ns)
         if self.answered is not None:
             self.answered(prepared, now_ns - received_ns, ran_ns)
 

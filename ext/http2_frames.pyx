@@ -93,7 +93,7 @@ cdef tuple REASONS = (
     "a frame within a header block that is not complete",
     "CONTINUATION without a header block",
     "PUSH_PROMISE from a client",
-    "a header block is too long",
+    "a header block is over the limit (setting limits.header_bytes)",
     "a header block has too many CONTINUATION frames",
     "a stream depends on itself",
 )

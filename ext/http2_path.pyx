@@ -17,7 +17,7 @@ from frame_writing cimport H2_DATA, H2_END_HEADERS, H2_END_STREAM, H2_HEADERS, p
 from starting cimport STARTING_CAPSULE, Starting
 
 from fastserve._ext.grpc_messages import whole_message
-from fastserve._ext import http2_frames
+from fastserve._ext import fast_path, http2_frames     # fast_path: it gives the capsule out
 from fastserve._ext.http2_frames import reply_frames
 
 cdef extern from "arena.h" nogil:
@@ -36,7 +36,7 @@ cdef enum:
     MOST_AT_ONCE = 16384        # bytes of a reply that goes out as one piece: more would be more than one frame
     PREFIX = 5                  # of a message of gRPC
 
-cdef int WHOLE_REQUEST = http2_frames.REQUEST
+cdef int WHOLE_REQUEST = http2_frames.REQUEST, DATA_FRAME = http2_frames.DATA, PLACED_DATA = http2_frames.PLACED
 cdef Starting* starting = <Starting*>PyCapsule_Import(STARTING_CAPSULE, False)
 
 
@@ -58,11 +58,11 @@ cdef class StreamFields:
 
 
 cdef class Http2Path:
-    """One connection. A subclass has `sending`, and for what is special `_take` (every frame but a whole request),
-    `_request_anew` (a request with something to it), `_refuse_length`, `_finish_stream`, `_set_aside` (what comes after
+    """One connection. A subclass has `sending`, and for what is special `_take` (every frame but a whole request and
+    DATA), `_take_data_frame`, `_request_anew` (a request with something to it), `_refuse_length`, `_finish_stream`, `_set_aside` (what comes after
     the end, or out of turn), `callback_failed` (an exception while reading or sending), `_drop_rapid_resets`, `_put_off`
     (what a turn of the loop has no time for), `_offer_body` (at the end of a read within the body of `arriving`),
-    `_spend_window`, `_charge`, `flush`, `_flush_soon`, `look_for_end`. `terms`: points that a connection has at most, how
+    `_renew_window`, `_charge`, `flush`, `_flush_soon`, `look_for_end`. `terms`: points that a connection has at most, how
     many of them it may spend in one turn, what an answer earns, the state of streams whose request is complete, that of
     those whose reply is too, and what makes a stream."""
 
@@ -111,6 +111,7 @@ cdef class Http2Path:
     cdef take_turn(self, list events, object data, Py_ssize_t nbytes):
         """What was read before, else the frames in the first `nbytes` of `data`, as far as one turn goes."""
         cdef tuple event
+        cdef int kind
         cdef Py_ssize_t taken = 0, left = nbytes
         cdef int64_t least = self._abuse_budget - self.a_turn
         if self._out is None:
@@ -125,11 +126,13 @@ cdef class Http2Path:
                     events = self._drop_rapid_resets(events)
             for event in events:
                 taken += 1
-                if <int>event[0] == WHOLE_REQUEST:
-                    self._credit -= <int64_t>event[4]
-                    if self._credit < self._low:
-                        self._spend_window(0)
+                kind = event[0]
+                if kind == WHOLE_REQUEST:
+                    self.spend_window(event[4])
                     self.take_request(<uint32_t>event[2], <bytes>event[3], <bytes>event[1])
+                elif kind == DATA_FRAME or kind == PLACED_DATA:
+                    self.spend_window(event[4])
+                    self._take_data_frame(event[2], event[1] != 0, event[3], event[4])
                 else:
                     self._take(event[0], event[1], event[2], event[3], event[4])
                 if self.over or self._abuse_budget < least:
@@ -155,6 +158,30 @@ cdef class Http2Path:
         if number > self._stop or len(self.streams) >= self._most:
             return False
         return self.sending.queued <= self._most_queued
+
+    cpdef spend_window(self, int64_t counted):
+        """Take received bytes off the connection's window, which is given back at once: memory is bounded by the
+        streams' windows."""
+        self._credit -= counted
+        if self._credit < self._low:
+            self._renew_window()
+
+    def hold(self, StreamFields stream not None, int64_t nbytes) -> bool:
+        """Count `nbytes` more that are held for a request; return False when it was refused for want of memory."""
+        stream.held += nbytes
+        self.held += nbytes
+        if self.held <= self._most_held:
+            return True
+        self._charge()
+        return not stream.closed
+
+    def release_bytes(self, StreamFields stream not None, int64_t nbytes) -> None:
+        """Count `nbytes` fewer that are held for a request."""
+        nbytes = min(nbytes, stream.held)
+        stream.held -= nbytes
+        self.held -= nbytes
+        if self.held < self._least_held:
+            self._charge()
 
     def request(self, number, bytes block not None, bytes body not None) -> None:
         """HEADERS, and the only frame of DATA."""

@@ -28,6 +28,7 @@ cdef struct Placeholder:
     int kind
     int target                  # DATA: which of the outs
     uint8_t dtype
+    bint rounded                # doubles that are float32 first
     int item_bytes
     int64_t unit
     const uint8_t* after        # the text up to the next placeholder
@@ -117,14 +118,28 @@ cdef inline int64_t match_rows(const TemplateText* f, Cursor c, int64_t blob_byt
     return rows
 
 
+cdef inline void round_doubles(uint8_t* data, int64_t count) noexcept nogil:
+    # Doubles that a client has sent as float32: what a parser of float32 makes of their text.
+    cdef int64_t k
+    cdef double value
+    for k in range(count):
+        memcpy(&value, data + 8 * k, 8)
+        value = <double><float>value
+        memcpy(data + 8 * k, &value, 8)
+
+
 cdef inline bint fill_placeholder(Cursor* c, const Placeholder* placeholder, int64_t rows, uint8_t** outs) noexcept nogil:
     cdef Column column
     column.dtype = placeholder.dtype
     column.data = outs[placeholder.target]
     column.room = rows * placeholder.unit * placeholder.item_bytes
     column.filled = column.count = 0
-    return (peek(c) == c'[' and fill_exactly(c, &column, placeholder.item_bytes) == JSON_OK
-            and take_exactly(c, placeholder.after, placeholder.after_bytes))
+    if (peek(c) != c'[' or fill_exactly(c, &column, placeholder.item_bytes) != JSON_OK
+            or not take_exactly(c, placeholder.after, placeholder.after_bytes)):
+        return False
+    if placeholder.rounded:
+        round_doubles(outs[placeholder.target], rows * placeholder.unit)
+    return True
 
 
 cdef inline bint fill_template(const TemplateText* f, Cursor c, const uint8_t* blobs, int64_t rows, uint8_t** outs) noexcept nogil:

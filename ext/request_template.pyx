@@ -120,7 +120,8 @@ cdef class RequestTemplate:
     `unit` is what one row counts for: the number itself ("rows"), or values ("data"); "id" has none.
     blobs: (target, bytes of a row) of what lies behind the JSON. targets: bytes of a row of each of the
     outs. rows: the rows of every request, 0 where a "rows" placeholder stands before the first data. id: of every
-    request, "" where an "id" placeholder stands before the first data. For one thread at a time.
+    request, "" where an "id" placeholder stands before the first data. rounded: targets of float64 whose numbers
+    are rounded to float32 first. For one thread at a time.
     """
 
     cdef TemplateText text
@@ -133,7 +134,7 @@ cdef class RequestTemplate:
     cdef readonly bint used
 
     def __init__(self, bytes header not None, list placeholders not None, list blobs not None, list targets not None,
-                 int64_t rows, str id not None=""):
+                 int64_t rows, str id not None="", rounded=()):
         cdef int k
         if len(targets) > MOST_TARGETS:
             raise ValueError(f"a template has at most {MOST_TARGETS} tensors, not {len(targets)}")
@@ -149,6 +150,7 @@ cdef class RequestTemplate:
             raise MemoryError
         self.text.rows = rows
         self.set_placeholders(header, placeholders)
+        self.set_rounded(rounded)
         for target, unit in blobs:
             self.text.blobs[self.text.blob_count] = Blob(self.checked_target(target, unit, 1), unit)
             self.text.blob_unit += unit
@@ -186,6 +188,18 @@ cdef class RequestTemplate:
             raise ValueError("nothing says how many rows there are")
         texts.append(header[at:])
         self.set_texts(texts)
+        return 0
+
+    cdef int set_rounded(self, rounded) except -1:
+        cdef int k
+        cdef Placeholder* placeholder
+        for k in range(self.text.placeholder_count):
+            placeholder = &self.text.placeholders[k]
+            if placeholder.kind != PLACEHOLDER_DATA or placeholder.target not in rounded:
+                continue
+            if placeholder.dtype != DT_FLOAT64:
+                raise ValueError("float64 alone is rounded to float32")
+            placeholder.rounded = True
         return 0
 
     cdef void set_texts(self, list texts):

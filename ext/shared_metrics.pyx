@@ -13,7 +13,8 @@ length checked.
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.math cimport isfinite
-from libc.stdint cimport uint32_t, uint64_t
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
@@ -49,8 +50,18 @@ cdef extern from "shared_metrics.h" nogil:
     void metric_store_double(uint64_t *, double)
     void metric_add_double(uint64_t *, double)
     void metric_observe(uint64_t *, const double *, uint32_t, double)
+    const char *METRIC_VALUES
+    ctypedef struct MetricValues:
+        uint64_t *slots
+        const double *bounds
+        uint32_t count
+    void metric_observe_ns(const MetricValues *, int64_t)
     void metric_publish "__atomic_store_n"(uint32_t *, uint32_t, int)
     const int ATOMIC_RELEASE "__ATOMIC_RELEASE"
+
+
+cdef extern from "counters.h" nogil:
+    uint32_t spread_bucket(uint64_t)
 
 
 KIND_COUNTER = METRIC_COUNTER
@@ -199,20 +210,24 @@ cdef class Instrument:
     """One series' values in a section; slot -1 counts into private memory that nobody reads."""
 
     cdef Section section
-    cdef uint64_t *slots
+    cdef MetricValues values
 
     def __cinit__(self, *args, **kwargs):
-        self.slots = METRIC_NOWHERE
+        self.values.slots = METRIC_NOWHERE
 
     cdef int attach(self, Section section, long long slot, uint32_t count) except -1:
         self.section = section
         if slot < 0:
-            self.slots = METRIC_NOWHERE
+            self.values.slots = METRIC_NOWHERE
         elif slot + count > section.view.slots_max:
             raise ValueError("slots outside the section")
         else:
-            self.slots = section.view.slots + slot
+            self.values.slots = section.view.slots + slot
         return 0
+
+    def lend(self):
+        """A capsule of the numbers, for compiled code that holds this object as long."""
+        return PyCapsule_New(&self.values, METRIC_VALUES, NULL)
 
 
 cdef class Counter(Instrument):
@@ -223,15 +238,15 @@ cdef class Counter(Instrument):
 
     def add(self, uint64_t n=1):
         """Raises OverflowError for a negative n."""
-        metric_add(self.slots, n)
+        metric_add(self.values.slots, n)
 
     def take(self) -> int:
         """Add 1, and return what it was before: a number that no other process gets."""
-        return metric_take(self.slots)
+        return metric_take(self.values.slots)
 
     @property
     def value(self):
-        return metric_load(self.slots)
+        return metric_load(self.values.slots)
 
 
 cdef class Gauge(Instrument):
@@ -244,25 +259,24 @@ cdef class Gauge(Instrument):
         self.last = last
 
     def set(self, double value):
-        metric_store_double(self.slots, value)
+        metric_store_double(self.values.slots, value)
         if self.last:
-            metric_store(self.slots + 1, now_ns())
+            metric_store(self.values.slots + 1, now_ns())
 
     def add(self, double amount=1.0):
-        metric_add_double(self.slots, amount)
+        metric_add_double(self.values.slots, amount)
         if self.last:
-            metric_store(self.slots + 1, now_ns())
+            metric_store(self.values.slots + 1, now_ns())
 
     @property
     def value(self):
-        return metric_load_double(self.slots)
+        return metric_load_double(self.values.slots)
 
 
 cdef class Histogram(Instrument):
     """Counts per bucket (value <= bound) and their sum. A value that is not finite is not counted."""
 
     cdef double[34] bounds
-    cdef uint32_t count
 
     def __cinit__(self, Section section not None, long long slot, bounds):
         """bounds: at most BOUNDS_MAX finite numbers in rising order. Raises ValueError."""
@@ -272,29 +286,113 @@ cdef class Histogram(Instrument):
             if not isfinite(bound) or (i and bound <= bounds[i - 1]):
                 raise ValueError("bucket bounds are finite and rising")
             self.bounds[i] = bound
-        self.count = <uint32_t>len(bounds)
-        self.attach(section, slot, self.count + 2)
+        self.values.bounds, self.values.count = self.bounds, <uint32_t>len(bounds)
+        self.attach(section, slot, self.values.count + 2)
 
     def observe(self, double value):
         if isfinite(value):
-            metric_observe(self.slots, self.bounds, self.count, value)
+            metric_observe(self.values.slots, self.bounds, self.values.count, value)
 
     def observe_ns(self, long long ns):
         """A duration in nanoseconds, counted in seconds."""
-        metric_observe(self.slots, self.bounds, self.count, ns * 1e-9)
+        metric_observe_ns(&self.values, ns)
 
     def observe_all_us(self, list durations not None):
         """Durations in microseconds, counted in seconds."""
         cdef long long us
         for us in durations:
-            metric_observe(self.slots, self.bounds, self.count, us * 1e-6)
+            metric_observe(self.values.slots, self.bounds, self.values.count, us * 1e-6)
 
     @property
     def buckets(self):
         """Counts per bucket, not cumulative; one more than there are bounds."""
         cdef uint32_t i
-        return tuple([metric_load(self.slots + i) for i in range(self.count + 1)])
+        return tuple([metric_load(self.values.slots + i) for i in range(self.values.count + 1)])
 
     @property
     def sum(self):
-        return metric_load_double(self.slots + self.count + 1)
+        return metric_load_double(self.values.slots + self.values.count + 1)
+
+
+cdef class BatchMetrics:
+    """The metrics of a queue's batches in one front process, recorded once a batch."""
+
+    cdef readonly double batch_ns           # how long a batch takes a worker, smoothed
+    cdef readonly double rows_per_s         # over the last window; 0 before the first
+    cdef Histogram queue, form, copy_in, compute, copy_out, rows
+    cdef Counter rows_total, padding, full, partial
+    cdef int64_t window_ns, longest_window_ns, window_rows, most_rows
+
+    def __init__(self, tuple histograms not None, tuple counters not None, int64_t most_rows, int64_t longest_window_ns):
+        """Histograms: the wait for a worker and the part of it until the batch was sealed, the three stages of the run,
+        rows. Counters: rows, rows that were padding, batches of `most_rows` rows, other batches. A rate is
+        measured over `longest_window_ns` at least."""
+        self.queue, self.form, self.copy_in, self.compute, self.copy_out, self.rows = histograms
+        self.rows_total, self.padding, self.full, self.partial = counters
+        self.most_rows, self.longest_window_ns, self.window_ns = most_rows, longest_window_ns, <int64_t>now_ns()
+
+    def record(self, tuple ended not None) -> None:
+        """Record a published batch, as BatchRing.ended tells of it."""
+        cdef int64_t rows, live, done_ns, took_ns, queue_ns, form_ns, copy_in_ns, compute_ns, copy_out_ns
+        rows, live, done_ns, took_ns, _, stages = ended
+        self.window_rows += rows
+        if done_ns - self.window_ns >= self.longest_window_ns:
+            self.rows_per_s = self.window_rows * 1e9 / (done_ns - self.window_ns)
+            self.window_ns, self.window_rows = done_ns, 0
+        self.batch_ns += (took_ns - self.batch_ns) / 8
+        if stages is None:
+            return
+        queue_ns, form_ns, copy_in_ns, compute_ns, copy_out_ns = <tuple?>stages
+        if queue_ns >= 0:
+            metric_observe_ns(&self.queue.values, queue_ns)
+            metric_observe_ns(&self.form.values, form_ns)
+        metric_observe_ns(&self.copy_in.values, copy_in_ns)
+        metric_observe_ns(&self.compute.values, compute_ns)
+        metric_observe_ns(&self.copy_out.values, copy_out_ns)
+        self.rows.observe(rows)
+        metric_add(self.rows_total.values.slots, rows)
+        if live < rows:
+            metric_add(self.padding.values.slots, rows - live)
+        metric_add((self.full if rows >= self.most_rows else self.partial).values.slots, 1)
+
+
+cdef class DurationSpread:
+    """Counts of durations in the 512 buckets of a spread, sixteen of which are a Histogram of the bounds 0 to 14. `make`
+    gives one by its number, once there is something to count in it."""
+
+    cdef object make
+    cdef list histograms
+
+    def __init__(self, make) -> None:
+        self.make, self.histograms = make, [None] * 32
+
+    def add(self, int64_t ns) -> None:
+        cdef uint32_t bucket = spread_bucket(<uint64_t>max(ns, 0))
+        cdef Histogram histogram = self.histograms[bucket >> 4]
+        if histogram is None:
+            histogram = self.histograms[bucket >> 4] = self.make(bucket >> 4)
+        histogram.observe(bucket & 15)
+
+
+cdef class SharedTook:
+    """Number of events and their total time: two words of `words`, at `at`, which no other process writes."""
+
+    cdef Py_buffer buffer
+    cdef bint held
+    cdef uint64_t *pair
+
+    def __cinit__(self, words, Py_ssize_t at):
+        """Raises ValueError for a place outside, or words not on a boundary of 8 bytes."""
+        PyObject_GetBuffer(words, &self.buffer, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        self.held = True
+        if at < 0 or at > self.buffer.len // 8 - 2 or <uint64_t>self.buffer.buf % 8:
+            raise ValueError("not two words of this memory")
+        self.pair = <uint64_t *>self.buffer.buf + at
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.buffer)
+
+    def add(self, int64_t ns, int64_t count=1) -> None:
+        metric_store(self.pair, metric_load(self.pair) + <uint64_t>count)
+        metric_store(self.pair + 1, metric_load(self.pair + 1) + <uint64_t>ns)

@@ -96,7 +96,7 @@ cdef extern from "reclaim.h" nogil:
     uint64_t slot_publish(const Arena*, uint32_t, uint32_t, uint32_t ran, uint64_t* freed)
     bint slot_return(Arena*, Slot*, uint32_t)
     uint32_t slot_reclaim(Arena*, uint32_t, uint32_t)
-    uint32_t slot_lost(const Arena*, uint32_t, uint32_t*)
+    bint slot_lost(const Arena*, uint32_t, uint32_t*, uint32_t*)
     bint slot_forgive(Arena*, uint32_t, uint32_t, uint32_t)
     uint32_t row_span(const Arena*, const Row*, uint32_t)
     uint64_t slab_allocate(const Slabs*, uint64_t, uint32_t)

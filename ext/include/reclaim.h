@@ -54,24 +54,28 @@ static inline uint32_t slot_reclaim(Arena *a, uint32_t i, uint32_t front)
 }
 
 // Rows that the word counts and no lease accounts for: between moving the one and the other a process is
-// a few instructions away from making it right, unless it died there. 0 when all is well or in motion.
-static inline uint32_t slot_lost(const Arena *a, uint32_t i, uint32_t *generation)
+// a few instructions away from making it right, unless it died there. False when the batch moved meanwhile: nothing
+// is known of it, then.
+static inline bool slot_lost(const Arena *a, uint32_t i, uint32_t *generation, uint32_t *lost)
 {
     Slot *s = slot_at(a, i);
     Row *rows = rows_of(s);
     uint64_t w = load64(&s->word);
     uint32_t state = word_state(w), reserved = word_reserved(w), accounted = 0;
     bool writing = state == SLOT_OPEN || state == SLOT_SEALED;
+    *generation = word_generation(w), *lost = 0;
     if (!writing && state != SLOT_DONE)
-        return 0;
+        return true;
     for (uint32_t r = 0, span; r < reserved && r < a->max_rows; r += span) {
         span = row_span(a, rows, r);
         if (__atomic_load_n(&rows[r].state, __ATOMIC_ACQUIRE) == (uint32_t)(writing ? ROW_RESERVED : ROW_ANSWERED))
             accounted += span;
     }
     uint32_t held = writing ? reserved - word_settled(w) : word_settled(w);
-    *generation = word_generation(w);
-    return load64(&s->word) == w && held > accounted && held <= reserved ? held - accounted : 0;
+    if (load64(&s->word) != w)
+        return false;
+    *lost = held > accounted && held <= reserved ? held - accounted : 0;
+    return true;
 }
 
 // What it held beside rows; its processes are gone with it.

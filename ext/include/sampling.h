@@ -1,6 +1,6 @@
-// Drawing the next token from a row of logits: penalties, temperature, top-k, top-p, typical-p, a seeded uniform.
+// Drawing the next token from a row of logits: penalties, temperature, top-k, top-p, min-p, typical-p, a seeded uniform.
 //
-//   logits -> penalties (undone afterwards) -> weights exp((z - max) / temperature) -> cuts -> one draw
+//   logits -> mask (of a copy) -> penalties (undone afterwards) -> weights exp((z - max) / temperature) -> cuts -> one draw
 //
 // Nothing is sorted. A cut (the best k, the least set that has a share p of the mass) is a place in the order of
 // weights, equal ones by lower token first, and is found by partitioning. Which tokens stay is exact; the sums are
@@ -22,13 +22,15 @@
 #endif
 
 constexpr int LANES = 16, BLOCK = 256;
+constexpr float FIRST = 0.02f;     // the first threshold of candidates
 constexpr float SMALLEST = -87.0f; // exp of less is no normal float any more: a weight of nothing
 
 struct Sampling {
     uint64_t seed, step;
     int32_t top_k; // 0: all
-    float temperature, top_p, typical_p, repetition, presence, frequency;
+    float temperature, top_p, min_p, typical_p, repetition, presence, frequency;
     bool draws; // else the heaviest is taken
+    bool masked; // only tokens whose bit is set in a mask can be drawn
 };
 
 // What a sequence has said. Tokens of the prompt are seen and counted 0 times.
@@ -49,6 +51,7 @@ struct History {
 struct Candidate { uint64_t key; float weight; int32_t token; };
 struct Workspace {
     std::vector<float> weights, sums, peaks, kept; // kept: logits that penalties have changed
+    std::vector<float> allowed; // a row under a mask
     std::vector<Candidate> all, part;
     void fit(size_t vocab)
     {
@@ -175,10 +178,10 @@ static double mass_of(const std::vector<Candidate> &all)
 }
 
 // Everything at least as heavy as a threshold, which is lowered until `count` tokens or `mass` are there.
-static void gather(Workspace &work, int vocab, size_t count, double mass)
+static void gather(Workspace &work, int vocab, size_t count, double mass, float first)
 {
     size_t blocks = ((size_t)vocab + BLOCK - 1) / BLOCK;
-    for (float least = 0.02f;; least = least < 1e-30f ? 0.0f : least * 0.05f) {
+    for (float least = first;; least = least < 1e-30f ? 0.0f : least * 0.05f) {
         work.all.clear();
         double sum = 0;
         for (size_t b = 0; b < blocks; b++) {
@@ -220,13 +223,20 @@ static void cut(Workspace &work, const Sampling &s, int vocab, double total)
 {
     bool counted = s.top_k > 0 && s.top_k < vocab;
     bool whole = s.top_p >= 1.0f || s.typical_p < 1.0f;
-    gather(work, vocab, counted ? s.top_k : whole ? vocab : 0, counted || whole ? 0 : s.top_p * total);
+    if (s.min_p > 0.0f && s.top_p >= 1.0f && !counted) // nothing before it: the heaviest token weighs 1
+        gather(work, vocab, 0, 0, s.min_p);
+    else
+        gather(work, vocab, counted ? s.top_k : whole ? vocab : 0, counted || whole ? 0 : s.top_p * total, FIRST);
     work.part = work.all;
     if (counted)
         keep_from(work.all, cut_by_count(work.part, s.top_k));
     if (s.top_p < 1.0f) {
         uint64_t last = cut_by_mass(work.part, s.top_p * (counted || whole ? mass_of(work.part) : total));
         keep_from(work.all, last);
+        work.part = work.all;
+    }
+    if (s.min_p > 0.0f) {
+        std::erase_if(work.all, [&](const Candidate &one) { return one.weight < s.min_p; });
         work.part = work.all;
     }
     if (s.typical_p < 1.0f)
@@ -314,7 +324,7 @@ static int32_t draw_row(const float *z, int vocab, const Sampling &s, Workspace 
         total += work.sums[b];
     }
     double share = uniform(s.seed, s.step);
-    if ((s.top_k <= 0 || s.top_k >= vocab) && s.top_p >= 1.0f && s.typical_p >= 1.0f)
+    if ((s.top_k <= 0 || s.top_k >= vocab) && s.top_p >= 1.0f && s.min_p <= 0.0f && s.typical_p >= 1.0f)
         return draw_anywhere(work, vocab, share, total);
     cut(work, s, vocab, total);
     return draw_among(work.all, share);
@@ -327,4 +337,13 @@ static int32_t draw_penalised(float *z, int vocab, const Sampling &s, const Hist
     for (size_t i = 0; i < said.seen.size(); i++)
         z[said.seen[i].token] = work.kept[i];
     return token;
+}
+
+static inline int mask_words(int vocab) { return (vocab + 31) / 32; }
+
+// A copy of a row in which tokens without a bit have no weight. Bit j % 32 of word j / 32 is of token j.
+FOR_EACH_ISA static void apply_mask(const float *z, const int32_t *mask, int vocab, float *allowed)
+{
+    for (int j = 0; j < vocab; j++)
+        allowed[j] = (uint32_t)mask[j >> 5] >> (j & 31) & 1 ? z[j] : -std::numeric_limits<float>::infinity();
 }

@@ -4,6 +4,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from fastserve._ext.batch_ring import BatchRing
+from fastserve._ext.shared_metrics import BatchMetrics, Counter, Histogram
+from fastserve.util.spans import RequestSpan
 
 DEADLINE_TICK_NS: int
 ACCOUNTS_MIXED_NS: int
@@ -20,10 +22,34 @@ class Account:
 
 class CountedEndpoint:
     endpoint: Any
-    count: Callable[[], object]
+    counter: Any
     account: Account
-    def __init__(self, account: Account, count: Callable[[], object], endpoint: Any) -> None: ...
+    def __init__(self, account: Account, counter: Any, endpoint: Any) -> None: ...
     def __call__(self, call: Any) -> Any: ...
+
+class SampleCountdown:
+    left: int
+
+def sample_endpoint(
+    countdown: SampleCountdown, endpoint: Callable[[Any], Any], turn: Callable[[Any], Any]
+) -> Callable[[Any], Any]: ...
+def sample_start(
+    countdown: SampleCountdown, start: Callable[[bytes, Any], bool], turn: Callable[[bytes, Any], bool]
+) -> Callable[[bytes, Any], bool]: ...
+
+class FastSpan:
+    span: RequestSpan
+    def __init__(
+        self,
+        span: RequestSpan,
+        exchange: Any,
+        end: Callable[[Any, RequestSpan, BaseException | None], None],
+        traced: dict[Any, FastSpan],
+    ) -> None: ...
+    @property
+    def under_way(self) -> bool: ...
+    def ended(self, exchange: Any, error: BaseException | None) -> None: ...
+    def gone(self) -> None: ...
 
 class Ticket:
     queue: Any
@@ -39,6 +65,7 @@ class Ticket:
 class TicketTable:
     ring: BatchRing
     room: Any
+    metrics: Any
     submitted: int
     waiting: int
     unreleased: int
@@ -51,7 +78,7 @@ class TicketTable:
     newest: Account | None
     mixed_ns: int
     look_ns: int
-    def __init__(self, ring: BatchRing, slots: int) -> None: ...
+    def __init__(self, ring: BatchRing, slots: int, metrics: BatchMetrics) -> None: ...
     def submit(
         self,
         lease: int,
@@ -67,15 +94,12 @@ class TicketTable:
 
 class Lifecycle:
     queue: Any
-    decoded: Callable[[int], None]
     accounted: bool
     def __init__(
         self,
         queue: Any,
         refusals: type[Exception],
-        metrics: tuple[
-            Callable[[], None], Callable[[int], None], Callable[[int], None], Callable[[int], None]
-        ],
+        metrics: tuple[Counter, Histogram, Histogram, Histogram],
         answered: Callable[[Any, int, int], None] | None,
         traced: dict[Any, Any],
         replies: bool = False,
@@ -83,6 +107,7 @@ class Lifecycle:
     def start(
         self, exchange: Any, prepared: Any, source: Any, request_id: Any = None, deadline_ns: int = 0
     ) -> bool: ...
+    def decoded(self, exchange: Any) -> None: ...
     def admits(self, exchange: Any) -> bool: ...
     def fill(self, prepared: Any, source: Any, request_id: Any) -> tuple[Any, ...] | None: ...
     def submit(

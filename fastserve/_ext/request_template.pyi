@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from typing_extensions import Buffer
 
@@ -18,6 +18,7 @@ class RequestTemplate:
         targets: list[int],
         rows: int,
         id: str = "",
+        rounded: Collection[int] = (),
     ) -> None: ...
     def read_into(self, body: Buffer, header_bytes: int, outs: Sequence[Buffer]) -> bool: ...
 

@@ -129,6 +129,13 @@ class Front:
         self.call(ring.seq, slot)
         self.call(ring.release, lease, rows)
 
+    def check_ended(self, slot: int) -> None:
+        """No duration is negative or longer than the clock has run."""
+        _, _, done_ns, took_ns, row_ns, stages = self.call(self.ring.ended, slot)
+        assert 0 <= took_ns <= done_ns <= time.monotonic_ns()
+        assert 0 <= row_ns <= time.monotonic_ns()
+        assert stages is None or all(-1 <= ns <= time.monotonic_ns() for ns in stages)
+
     def own(self, slot: int) -> None:
         ring = self.ring
         for verb in (ring.outstanding, ring.queued, ring.pending, ring.slab_pages_used):
@@ -138,7 +145,7 @@ class Front:
         self.call(ring.reclaim_front, 1)
         for lost in self.call(ring.lost):
             self.call(ring.forgive, *lost)
-        self.call(ring.count_once, slot)
+        self.check_ended(slot)
         self.call(ring.count, batch_ring.CANCELED, 7)
         _, _, last_ns = self.call(ring.counters)
         assert last_ns <= time.monotonic_ns()

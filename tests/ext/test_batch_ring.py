@@ -135,8 +135,9 @@ def test_the_compute_of_a_row():
     worker.end_run(slot)
     worker.publish(slot)
     _, _, run, ran, _ = front.times_ns(slot)
-    assert front.row_ns(slot) == pytest.approx((ran - run) / 3)
-    assert front.row_ns(slot) >= 1e6
+    row_ns = front.ended(slot)[4]
+    assert row_ns == pytest.approx((ran - run) / 3)
+    assert row_ns >= 1e6
 
 
 def test_abandoned_rows_go_back_or_run_as_zeros():
@@ -373,10 +374,12 @@ def test_what_forming_took_ends_with_the_sealing(seal):
         pass
     slot = worker.take()
     first, taken, *_ = front.times_ns(slot)
+    queue_ns, formed_ns, *_ = front.ended(slot)[5]
+    assert queue_ns == taken - first
     if seal == "by a worker":
-        assert 2 * pause_ns <= front.formed_ns(slot) <= taken - first
+        assert 2 * pause_ns <= formed_ns <= taken - first
     else:
-        assert pause_ns <= front.formed_ns(slot) <= sealed - first
+        assert pause_ns <= formed_ns <= sealed - first
         assert taken - first >= 2 * pause_ns
 
 

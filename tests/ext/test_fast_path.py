@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastserve._ext import fast_path, http2_path
+from fastserve.metrics.names import Traffic
+from fastserve.metrics.registry import Registry
 from tests.oracles import fast_path as oracle
 
 
@@ -26,7 +28,19 @@ FAULTS: dict[str, type[BaseException]] = {
     "memory": MemoryError,
     "stopped": KeyboardInterrupt,
 }
-STEPS = ["reserve", "note", "fill", "hold", "settle", "seq", "commit", "answered", "read", "add_writer"]
+STEPS = [
+    "reserve",
+    "note",
+    "fill",
+    "hold",
+    "settle",
+    "seq",
+    "commit",
+    "ended",
+    "answered",
+    "read",
+    "add_writer",
+]
 OUTCOMES = ["write", "respond", "reply", "release", "refuse", "failed", "close"]
 
 
@@ -38,14 +52,15 @@ class Story:
         self._raises, self._shape = raises, shape
         ring = SimpleNamespace(
             **{name: self.step(name) for name in ("seq", "commit", "release")},
-            row_ns=self.step("row_ns", 4.5),
             answered=self.step("answered", shape["end"]),
+            ended=self.step("ended", (3, 3, 1, 1, 4.5, None)),
+            failure=self.step("failed_batch", (5, "batch") if shape["failed"] else None),
         )
         story = self
 
         class Queue(of.TicketTable):  # type: ignore[misc]
             wake_soon, watch, settle = (story.method(name) for name in ("wake_soon", "watch", "settle"))
-            failure = story.method("failure", RefusedError("batch") if shape["failed"] else None)
+            failure = story.method("failure", RefusedError("batch"))
             own_fault = story.method("own_fault", RefusedError("own") if shape["end"] == 2 else None)
             undelivered, cancel = story.method("undelivered"), story.method("cancel")
 
@@ -60,11 +75,15 @@ class Story:
             respond, reply = story.method("respond"), story.method("reply")
             refuse, failed = story.method("refuse"), story.method("failed")
 
-        self.queue = Queue(ring, 2)
+        self.queue = Queue(ring, 2, SimpleNamespace(record=self.step("record")))
         self.queue.room = SimpleNamespace(anyone=shape["anyone"])
-        meters = tuple(self.step(name, times=True) for name in ("counted", "duration", "decoded", "encoded"))
+        registry = Registry()
+        metrics = Traffic(registry, "v2", ["m"])
+        self.metrics = *metrics.succeeded("m", 1), *metrics.stages("m", 1)
+        registry.close()
         answered = self.step("after", times=True) if shape["after"] else None
-        self.path = Path(self.queue, RefusedError, meters, answered, {}, shape["replies"])
+        self.traced: dict[Any, Any] = {}
+        self.path = Path(self.queue, RefusedError, self.metrics, answered, self.traced, shape["replies"])
         self.accounts = Client(), Client()
         self.accounts[1].charged = True
         self.path.accounted = shape["accounted"] is not None
@@ -125,6 +144,8 @@ class Story:
         queue = self.queue
         left = queue.waiting, queue.unreleased, list(map(len, queue.by_slot))
         self.told.append(("left", left, plain(self.exchange.on_gone)))
+        counted, *took = self.metrics
+        self.told.append(("counted", counted.value, *(sum(one.buckets) for one in took)))
         self.told += [("used", one.rows, one.compute_ns) for one in self.accounts]
         return self.told
 
@@ -171,11 +192,12 @@ def test_each_step_can_fail_by_itself(kind: dict[str, Any], step: str, fault: st
 def test_a_whole_story() -> None:
     told = Story(fast_path, ORDINARY | {"known": True}, {}).run()
     assert [one[0] if isinstance(one, tuple) else one for one in told] == [
-        "reserve", "fill", "decoded", "seq", "commit", "wake_soon", "taken",
-        "failure", "answered", "read", "write", "encoded", "counted", "duration", "release", "left",
+        "reserve", "fill", "seq", "commit", "wake_soon", "taken",
+        "ended", "record", "failed_batch", "answered", "read", "write", "release", "left", "counted",
         "used", "used",
     ]  # fmt: skip
-    assert told[-3:] == [("left", (0, 0, [0, 0]), None), ("used", 0, 0.0), ("used", 0, 0.0)]
+    assert told[-4:-2] == [("left", (0, 0, [0, 0]), None), ("counted", 1, 1, 1, 1)]
+    assert told[-2:] == [("used", 0, 0.0), ("used", 0, 0.0)]
 
 
 def test_the_account_of_a_request() -> None:
@@ -194,6 +216,9 @@ def test_a_counted_endpoint_says_whose_call_it_starts(fault: type[BaseException]
     one, other = story.exchange, SimpleNamespace(received_ns=1, on_gone=None, head=story.exchange.head)
     counted: list[str] = []
 
+    def counter(name: str) -> Any:
+        return SimpleNamespace(add=lambda: counted.append(name))
+
     def start(exchange: Any) -> None:
         assert story.path.start(exchange, story.prepared(), b"body")
 
@@ -208,13 +233,17 @@ def test_a_counted_endpoint_says_whose_call_it_starts(fault: type[BaseException]
             raise fault
         return "answered"
 
-    inner = fast_path.CountedEndpoint(by_head, lambda: counted.append("inner"), start)
-    outer = fast_path.CountedEndpoint(by_endpoint, lambda: counted.append("outer"), answer)
+    inner = fast_path.CountedEndpoint(by_head, counter("inner"), start)
+    outer = fast_path.CountedEndpoint(by_endpoint, counter("outer"), answer)
     with nullcontext() if fault is None else pytest.raises(fault):
         assert outer(one) == "answered"
     assert (by_endpoint.rows, by_head.rows) == (6, 6)
     start(one)
     assert (by_endpoint.rows, by_head.rows) == (6, 9)
+    requests = story.metrics[0]
+    compiled = fast_path.CountedEndpoint(by_head, requests, lambda call: requests.value)
+    before = requests.value
+    assert [compiled(one), compiled(one)] == [before + 1, before + 2]  # counted before the endpoint, here too
     with pytest.raises(ValueError, match="unpack"):
         outer()  # type: ignore[call-arg]
     with pytest.raises(TypeError):
@@ -259,3 +288,66 @@ def test_accounts_that_take_turns_are_looked_at_once_in_a_while() -> None:
     queue.look_ns = monotonic_ns()
     assert [submit(other), submit(other)] == [True, False]
     assert (one.rows, other.rows) == (3, 4)
+
+
+class Sampled:
+    """A countdown, and how often it has reached its end: the next one comes after `gap`. It traces nothing
+    that `start` does not take."""
+
+    def __init__(self, of: Any, gap: int, taking: list[bool]) -> None:
+        self.countdown, self.gap, self.taking, self.turns = of.SampleCountdown(), gap, list(taking), 0
+        self.countdown.left = gap
+        self.call = of.sample_endpoint(self.countdown, self.start, self.turn)
+        self.begin = of.sample_start(self.countdown, self.start, self.turn)
+
+    def start(self, *given: Any) -> bool:
+        return self.taking.pop(0)
+
+    def turn(self, *given: Any) -> bool:
+        self.countdown.left, self.turns = self.gap, self.turns + 1
+        return self.start(*given)
+
+
+@given(gap=st.integers(1, 5), taking=st.lists(st.booleans(), max_size=20))
+def test_requests_are_counted_down_to_the_traced_one(gap: int, taking: list[bool]) -> None:
+    compiled, plain = Sampled(fast_path, gap, taking), Sampled(oracle, gap, taking)
+    for number in range(len(taking)):
+        for one in compiled, plain:
+            one.told = one.begin(b"", one) if number % 3 else one.call(one)  # type: ignore[attr-defined]
+        assert compiled.told == plain.told  # type: ignore[attr-defined]
+        assert (compiled.countdown.left, compiled.turns) == (plain.countdown.left, plain.turns)
+
+
+@pytest.mark.parametrize("step", [None, *STEPS[:-4], *STEPS[-2:], *OUTCOMES, "leaves"])
+def test_a_traced_request_ends_once_whatever_happens(step: str | None) -> None:
+    """One that is not taken is its caller's again."""
+    story = Story(fast_path, ORDINARY | {"known": True}, {} if step in (None, "leaves") else {step: "broken"})
+    ends: list[Any] = []
+
+    class Exchange(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    run = SimpleNamespace(begun_ns=2, ended_ns=0, fail=lambda error: ends.append(("run", type(error))))
+    span = SimpleNamespace(started_ns=1, children=[], begin_run=lambda *given: run)
+    story.exchange = Exchange(**vars(story.exchange))
+    story.queue.trace_lease = lambda *given: lambda: ends.append("batch")
+    story.path.version = SimpleNamespace(model="m", number=1)
+    fast = fast_path.FastSpan(span, story.exchange, lambda *given: ends.append(given), story.traced)
+    taken = story.path.start(story.exchange, story.prepared(), b"body")
+    if step == "leaves":
+        story.exchange.on_gone()
+    elif taken:
+        story.queue.finish(1)
+    if not fast.under_way:
+        assert story.traced == {story.exchange: fast}
+        assert ends == []
+        return
+    assert story.traced == {}
+    told = [end for end in ends if isinstance(end, tuple) and end[0] is story.exchange]
+    assert len(told) == 1
+    assert told[0][1] is span
+    names = [child[0] for child in span.children]
+    error = told[0][2]
+    assert names == (["decode", "encode"] if error is None else ["decode"])
+    assert ("batch" in ends) is (step != "leaves")
+    assert (error is None) is (step != "leaves")

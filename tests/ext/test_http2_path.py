@@ -26,6 +26,12 @@ MOST_QUEUED = 1000
 numbers = st.integers(0, (1 << 31) - 1)
 
 
+class ClosableStream(ext.StreamFields):
+    """A stream that is closed when it is said to be."""
+
+    closed = False
+
+
 class Path(ext.Http2Path):
     """A connection whose transport is itself: what is special is noted."""
 
@@ -37,6 +43,7 @@ class Path(ext.Http2Path):
         self.sending = Sending(self, 1 << 20)
         self.noted: list[Any] = []
         self.written: list[bytes] = []
+        self.charges = 0
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
@@ -45,7 +52,10 @@ class Path(ext.Http2Path):
         self.noted.append("soon")
 
     def _charge(self) -> None:
-        """No budget is kept here."""
+        self.charges += 1
+
+    def _renew_window(self) -> None:
+        self.noted.append(("renew", self._credit))
 
     def look_for_end(self) -> None:
         self.noted.append("end?")
@@ -328,3 +338,27 @@ def test_a_circle_is_found_by_the_collector() -> None:
     del head, stream
     gc.collect()
     assert gone() is None
+
+
+def test_bytes_held_are_charged_beyond_what_is_charged_already() -> None:
+    path = Path()
+    path._most_held, path._least_held = 100, 50
+    one, other = (ClosableStream(path, number, None, "open") for number in (1, 3))
+    assert path.hold(one, 60)
+    assert path.hold(other, 40)
+    assert path.charges == 0
+    assert path.hold(other, 1)
+    one.closed = True
+    assert not path.hold(one, 1)
+    assert (path.held, one.held, other.held, path.charges) == (102, 61, 41, 2)
+    path.release_bytes(one, 50)
+    path.release_bytes(other, 1000)
+    assert (path.held, one.held, other.held, path.charges) == (11, 11, 0, 3)
+
+
+def test_the_window_is_given_back_below_its_mark() -> None:
+    path = Path()
+    path._credit, path._low = 100, 50
+    path.spend_window(50)
+    path.spend_window(1)
+    assert path.noted == [("renew", 49)]

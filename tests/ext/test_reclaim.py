@@ -116,6 +116,57 @@ def test_only_what_two_looks_find_the_same_was_lost():
     assert shared.alive.outstanding() == 0
 
 
+def test_a_request_that_is_met_in_two_of_its_steps_is_not_lost():
+    """At one look it has counted its row and not named it, at the next written it and not counted it."""
+    shared = Shared()
+    mine, late = commit(shared.alive, 3), shared.alive.reserve(1)
+    assert shared.alive.describe(0)[0] == "sealed"
+    shared.set_row(late, EMPTY, 0, front=0)
+    search = LostRows(shared.alive, 1)
+    assert search.look() == 0
+    shared.set_row(late, COMMITTED, 1, front=0)
+    assert search.look() == 0
+    assert search.suspected
+    shared.set_row(late, RESERVED, 1, front=0)
+    shared.alive.commit(late, 1)
+    assert search.look() == 0
+    assert not search.suspected
+    shared.run()
+    shared.alive.release(mine, 3)
+    shared.alive.release(late, 1)
+    assert shared.alive.outstanding() == 0
+
+
+class Moving:
+    """A ring that others move at each try of a look, as often as it is told to."""
+
+    def __init__(self, ring: BatchRing, looks: int) -> None:
+        self._ring, self._looks = ring, looks
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ring, name)
+
+    def lost(self) -> list[tuple[int, int, int]]:
+        self._looks -= 1
+        return [(0, 0, 0)] if self._looks >= 0 else self._ring.lost()
+
+
+@pytest.mark.parametrize("looks", [1, 2, 3])
+def test_a_batch_that_moves_during_a_look_is_looked_at_again(looks):
+    shared = Shared()
+    mine, theirs = commit(shared.alive, 1), commit(shared.dying, 2)
+    shared.run()
+    shared.set_row(theirs, DROPPED, 2)
+    search = LostRows(Moving(shared.alive, looks), 1)
+    for _ in range(max(2, looks + 1)):
+        assert search.look() == 0
+        assert search.suspected
+    assert search.look() == 2
+    assert not search.suspected
+    shared.alive.release(mine, 1)
+    assert shared.alive.outstanding() == 0
+
+
 def test_what_it_had_released_is_not_released_again():
     shared = Shared()
     mine, theirs = commit(shared.alive, 1), commit(shared.dying, 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from tests.ext.json_strategies import at_edge, broken, number_texts, spaces
 from tests.oracles import infer_json
 from tests.oracles import request_template as oracle
 
-FLOAT32 = DTYPE_BY_KSERVE["FP32"].code
+FLOAT32, FLOAT64 = DTYPE_BY_KSERVE["FP32"].code, DTYPE_BY_KSERVE["FP64"].code
 
 
 @dataclass
@@ -203,6 +204,30 @@ ROWS, DATA = (kind[1:3] for kind in find_placeholders(HEADER))
 def test_templates_that_cannot_be(placeholders: Any, blobs: Any, targets: Any, rows: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RequestTemplate(HEADER, placeholders, blobs, targets, rows)
+
+
+@given(st.lists(number_texts, min_size=1, max_size=40))
+def test_doubles_that_were_sent_as_float32(texts: list[str]) -> None:
+    """Each is what a template of float32 has for the same text, in a double."""
+    rows, body = len(texts), b'{"inputs":[{"shape":[%d],"data":[%b]}]}'
+    request = body % (rows, ",".join(texts).encode())
+    narrow, wide = bytearray(4 * rows), bytearray(8 * rows)
+    taken = []
+    for code, out, rounded in ((FLOAT32, narrow, ()), (FLOAT64, wide, (0,))):
+        templates = RequestTemplates(1)
+        placeholders = [("rows", *ROWS, 1, 0, 0), ("data", *DATA, 1, 0, code)]
+        templates.add(RequestTemplate(HEADER, placeholders, [], [len(out) // rows], 0, rounded=rounded))
+        found = templates.find(request, len(request))
+        taken.append(found is not None and found.read_into(request, len(request), [out]))
+    assert taken[0] == taken[1]
+    if all(taken):
+        with np.errstate(over="ignore"):
+            assert np.frombuffer(narrow, "<f4").astype("<f8").tobytes() == bytes(wide)
+
+
+def test_float64_alone_is_rounded() -> None:
+    with pytest.raises(ValueError, match="float64 alone is rounded"):
+        RequestTemplate(HEADER, [("data", *DATA, 1, 0, FLOAT32)], [], [4], 1, rounded=(0,))
 
 
 def test_memory_must_fit() -> None:

@@ -23,6 +23,7 @@ SETTINGS = st.fixed_dictionaries(
         "temperature": st.sampled_from([0.05, 0.3, 0.7, 1.0, 1.7, 20.0]),
         "top_k": st.sampled_from([0, 1, 2, 5, 40, 1000, 10**6]),
         "top_p": st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.01]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0]),
         "typical_p": st.sampled_from([1.0, 0.95, 0.2]),
         "repetition_penalty": st.sampled_from([1.0, 1.2, 0.8, 5.0]),
         "presence_penalty": st.sampled_from([0.0, 0.5, -1.0]),
@@ -64,6 +65,47 @@ def test_agrees_with_the_oracle(
         assert np.array_equal(row, before)
 
 
+@given(st.data(), VOCABS, SETTINGS, st.integers(0, 2**32))
+def test_a_mask_leaves_what_a_row_without_the_others_has(
+    data: Any, vocab: int, settings: dict[str, Any], noise: int
+) -> None:
+    """Also beside sequences without masks, and for penalties."""
+    rng = np.random.default_rng(noise)
+    prompt = rng.integers(0, vocab, data.draw(st.integers(0, 20))).astype(np.int32)
+    masked, plain = Sampler(vocab, 3), Sampler(vocab, 3)
+    for sampler, is_masked in ((masked, True), (plain, False)):
+        sampler.begin(0, seed=3)
+        sampler.begin(2, masked=is_masked, **settings)
+        sampler.see(2, prompt)
+    slots, tokens, expected = np.array([2, 0], np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)
+    for _ in range(data.draw(st.integers(1, 4))):
+        allowed = rng.random(vocab) < data.draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+        bits = np.zeros((3, -(-vocab // 32) * 32), bool)
+        bits[2, :vocab] = allowed
+        masks = np.packbits(bits, axis=1, bitorder="little").view("<i4")
+        rows = np.stack([make_row(rng, vocab, 2.0) for _ in slots])
+        cut = rows.copy()
+        cut[0, ~allowed] = -np.inf
+        before = rows.copy()
+        masked.draw(rows, slots, tokens, masks)
+        plain.draw(cut, slots, expected)
+        assert tokens.tolist() == expected.tolist()
+        assert np.array_equal(rows, before)
+
+
+def test_masks_that_are_missing_or_of_another_size() -> None:
+    sampler, row, token = Sampler(33, 2), np.zeros((1, 33), np.float32), np.zeros(1, np.int32)
+    sampler.begin(1, masked=True)
+    slot = np.array([1], np.int32)
+    with pytest.raises(ValueError, match="masks: given none, and slot 1 draws by one"):
+        sampler.draw(row, slot, token)
+    for shape in ((1, 2), (2, 1), (2, 3)):
+        with pytest.raises(ValueError, match="allowed: at least 2 rows of 2"):
+            sampler.draw(row, slot, token, np.zeros(shape, np.int32))
+    sampler.draw(row, slot, token, np.array([[0, 0], [0, 1]], np.int32))
+    assert token.tolist() == [32]
+
+
 def test_surprises_as_near_as_rounding_decide_nothing() -> None:
     """Two weights within a thousandth of each other are as surprising, but for 6e-8; two equal ones quite."""
     for row, near in (([2.4718206, 2.471476], True), ([2.4718206, 2.4718206], False), ([2.5, 2.4], False)):
@@ -95,6 +137,7 @@ def test_company_changes_nothing(vocab: int, settings: dict[str, Any], noise: in
         {"temperature": 0.5},
         {"top_k": 3},
         {"top_p": 0.8},
+        {"min_p": 0.3},
         {"typical_p": 0.5},
         {"top_k": 6, "top_p": 0.9, "typical_p": 0.9, "temperature": 1.3},
     ],
@@ -188,6 +231,7 @@ def test_logprobs_are_of_the_row_itself(vocab: int, noise: int, best: int) -> No
         ({"top_k": -1}, "top_k: given -1, allowed: 0"),
         ({"top_p": 0.0}, "top_p: given 0"),
         ({"top_p": 1.5}, "top_p: given 1.5, allowed: more than 0, at most 1"),
+        ({"min_p": 1.5}, "min_p: given 1.5, allowed: 0 .all. to 1"),
         ({"typical_p": -0.1}, "typical_p: given -0.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: given 0"),
         ({"presence_penalty": 1e9}, "presence_penalty: given 1e"),

@@ -7,6 +7,7 @@ import mmap
 import random
 import struct
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -18,13 +19,17 @@ from fastserve._ext.shared_metrics import (
     KIND_GAUGE_LAST,
     KIND_GAUGE_SUM,
     KIND_HISTOGRAM,
+    BatchMetrics,
     Counter,
+    DurationSpread,
     Gauge,
     Histogram,
     Section,
+    SharedTook,
     file_bytes,
     lay_out,
 )
+from fastserve.metrics.registry import BUCKETS, bucket_of
 from tests.effort import examples
 from tests.oracles.shared_metrics import PlainHistogram
 
@@ -215,3 +220,79 @@ def test_hostile_section_is_read_without_harm(rng: random.Random, spoils: int) -
             assert len(entry[1]) <= 256
             assert len(writer.values(entry[2], entry[3])) == entry[3]
     writer.append(KIND_COUNTER, b"more", 1)
+
+
+def batch_metrics(most_rows: int, window_ns: int) -> tuple[BatchMetrics, list[Histogram], list[Counter]]:
+    section = Section(make((1, 16, 256, 256)), 0)
+    histograms = [
+        Histogram(section, section.append(KIND_HISTOGRAM, b"h", 4), (0.5e-6, 4.0)) for _ in range(6)
+    ]
+    counters = [Counter(section, section.append(KIND_COUNTER, b"c", 1)) for _ in range(4)]
+    return BatchMetrics(tuple(histograms), tuple(counters), most_rows, window_ns), histograms, counters  # type: ignore[arg-type]
+
+
+def test_batch_metrics_record_a_batch_once() -> None:
+    """A batch that another front has recorded moves the rate and the duration alone."""
+    metrics, histograms, counters = batch_metrics(4, 1 << 62)
+    metrics.record((3, 2, 10**9, 800, 1.5, (100, 50, 200, 600, 300)))
+    metrics.record((4, 4, 10**9, 800, 1.5, (-1, 0, 1, 2, 3)))
+    metrics.record((4, 4, 10**9, 1600, 1.5, None))
+    queue, form, copy_in, compute, copy_out, rows = histograms
+    assert [sum(one.buckets) for one in histograms] == [1, 1, 2, 2, 2, 2]
+    assert [round(one.sum * 1e9) for one in (queue, form, copy_in, compute, copy_out)] == [
+        100,
+        50,
+        201,
+        602,
+        303,
+    ]
+    assert (rows.buckets, rows.sum) == ((0, 2, 0), 7.0)
+    assert [one.value for one in counters] == [7, 1, 1, 1]
+    assert metrics.batch_ns == pytest.approx(100 + (800 - 100) / 8 + (1600 - 187.5) / 8)
+    assert metrics.rows_per_s == 0.0
+
+
+def test_batch_metrics_measure_a_rate_by_windows() -> None:
+    metrics, *_ = batch_metrics(4, 1_000_000)
+    begun_ns = time.monotonic_ns()
+    metrics.record((30, 30, begun_ns + 500_000, 1, 1.5, None))
+    assert metrics.rows_per_s == 0.0
+    metrics.record((70, 70, begun_ns + 2_000_000_000, 1, 1.5, None))
+    assert metrics.rows_per_s == pytest.approx(50.0, rel=0.05)
+    metrics.record((9, 9, begun_ns + 2_000_000_100, 1, 1.5, None))
+    assert metrics.rows_per_s == pytest.approx(50.0, rel=0.05)
+
+
+@given(st.lists(st.integers(-5, 1 << 45)))
+def test_duration_spread_has_the_buckets_of_spreads(durations: list[int]) -> None:
+    section, made = Section(make((1, 64, 64, 1024)), 0), dict[int, Histogram]()
+
+    def make_part(number: int) -> Histogram:
+        assert number not in made
+        slot = section.append(KIND_HISTOGRAM, b"", 17)
+        made[number] = Histogram(section, slot, tuple(range(15)))
+        return made[number]
+
+    spread, wanted = DurationSpread(make_part), [0] * BUCKETS
+    for ns in durations:
+        spread.add(ns)
+        wanted[bucket_of(max(ns, 0))] += 1
+    found = [0] * BUCKETS
+    for number, histogram in made.items():
+        found[16 * number : 16 * number + 16] = histogram.buckets
+    assert found == wanted
+
+
+def test_shared_took_adds_in_its_two_words() -> None:
+    words = memoryview(bytearray(4 * 8)).cast("Q")
+    SharedTook(words, 1).add(50)
+    SharedTook(words, 1).add(7, 3)
+    SharedTook(words, 2).add(1, 100)
+    assert words.tolist() == [0, 4, 157, 1]
+    for at in (-1, 3, 1 << 60):
+        with pytest.raises(ValueError, match="two words"):
+            SharedTook(words, at)
+    with pytest.raises(ValueError, match="two words"):
+        SharedTook(memoryview(bytearray(33))[1:], 0)
+    with pytest.raises(BufferError):
+        SharedTook(b"12345678" * 2, 0)

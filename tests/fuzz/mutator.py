@@ -17,6 +17,8 @@ from pathlib import Path
 CORPORA = Path(__file__).parent / "corpora"
 MOST_BYTES = 65_536  # of a mutated input
 GROWN = 64  # of so many inputs one is made large
+FRAME = b"|frame|"
+"""Between the frames of a message, in inputs that have several."""
 
 PIECES: dict[str, tuple[bytes, ...]] = {
     "json": (
@@ -38,6 +40,12 @@ PIECES: dict[str, tuple[bytes, ...]] = {
         b"\x08", b"\t", b"%", b"\x00\x00\x00\x01", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", b"\x82",
         b"\x86", b"\xbe", b"\xff\x80\x80\x80\x80\x10", b"?\xe1\xff\x03", b"@\x01a\x01b", b"\x10\x81\xff",
         b" ",
+    ),
+    "remote": (
+        FRAME, b"FSRW\x03\x00", b"FSRW\x02\x00", b"\t\x00", b"\n\x00", b"\x01\x00\x00\x00",
+        b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\x00\x00\x00\x00", b"\xff\xff\xff\xff\xff\xff\xff\xff",
+        b"\x00\x00\x01\x00", bytes(8), b"{", b"}", b"[", b'"', b"null", b'"name":', b'"key":',
+        b"-1", b"1e400",
     ),
     "text": (
         b"\xc3\xa9", b"\xf0\x9f\x98\x80", b"\xff", b"stop", b"\n", b"</s>", b"st", b"op", b"\x00",

@@ -7,6 +7,7 @@ python -m tests.fuzz.parsers SECONDS        fuzzes, and keeps inputs with an out
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -26,17 +27,21 @@ from fastserve._ext.message_skeleton import DATA, LEAD, LEADS, TEXT, First, Sche
 from fastserve._ext.number_fields import count_fields, cut_numbers, list_fields
 from fastserve._ext.proto_wire import read_infer_request
 from fastserve._ext.proto_wire_v1 import read_v1_request
+from fastserve._ext.remote_batches import MOST_PARTS, ProtocolFault, read_messages
 from fastserve._ext.request_template import RequestTemplate, RequestTemplates, find_placeholders
 from fastserve._ext.stop_strings import StopStrings, StopTable
 from fastserve._ext.tensor_proto import read_predict_request
 from fastserve._ext.token_records import read_prompt
 from fastserve.dialects.grps.messages import GTENSORS, NUMBERS, TENSORS
 from fastserve.tensor import DTYPE_BY_KSERVE
+from fastserve.workers.remote.protocol import FileRequest, Hello, LoadedModel, Welcome, read_body
 from tests.ext.json_strategies import at_edge
-from tests.fuzz.mutator import keep, mutations, read_corpus
+from tests.fuzz.mutator import FRAME, keep, mutations, read_corpus
 from tests.slowness import slowness
 
 TIMES, BASE_BYTES = 10, 64 << 10
+OBJECT_BYTES = 160
+"""Of a Python object or a tuple of three numbers; a parser makes as many as its own bound allows."""
 CPU_S, CPU_S_PER_BYTE = 0.005, 2e-6
 """Of one call on a machine of usual speed: half a megabyte a second is the slowest a parser may be."""
 TRIES = 3
@@ -45,17 +50,20 @@ MOST_VALUES = 16384
 
 
 class ParserCost(NamedTuple):
-    """Of one call for `nbytes`. `outcome` tells one way through the parser from another."""
+    """Of one call for `nbytes`, which may make `objects` objects. `outcome` tells one way through the parser
+    from another."""
 
     nbytes: int
     cpu_s: float
     peak_bytes: int
     outcome: tuple[Any, ...]
+    objects: int = 0
 
     @property
     def excess(self) -> str:
         """Name what is beyond the bounds; "" for nothing."""
-        if self.peak_bytes > TIMES * self.nbytes + BASE_BYTES:
+        objects = min(self.objects, self.nbytes // 2)  # none is written with less than two bytes
+        if self.peak_bytes > TIMES * self.nbytes + OBJECT_BYTES * objects + BASE_BYTES:
             return f"{self.peak_bytes} bytes held for {self.nbytes}"
         most_s = CPU_S + CPU_S_PER_BYTE * self.nbytes
         if self.cpu_s > most_s and self.cpu_s > most_s * slowness():
@@ -64,19 +72,25 @@ class ParserCost(NamedTuple):
 
 
 class Parser:
-    """One entry point: `corpus` names its kept inputs, `pieces` what mutations put in."""
+    """One entry point: `corpus` names its kept inputs, `pieces` what mutations put in. It makes at most
+    `objects` Python objects, whatever the size of its input."""
 
     def __init__(
-        self, call: Callable[[bytes], Any], corpus: str, pieces: str = "proto", reserves: int = 0
+        self,
+        call: Callable[[bytes], Any],
+        corpus: str,
+        pieces: str = "proto",
+        reserves: int = 0,
+        objects: int = 0,
     ) -> None:
-        self.call, self.corpus, self.pieces = call, corpus, pieces
+        self.call, self.corpus, self.pieces, self.objects = call, corpus, pieces, objects
         self.reserves = reserves  # bytes of address space, which cost nothing before they are written to
 
     def outcome(self, data: bytes) -> tuple[Any, ...]:
         """Run it once. A refusal is a ValueError, with a code or words; anything else is a defect."""
         try:
             found = self.call(data)
-        except (ValueError, OverflowError) as fault:
+        except (ValueError, OverflowError, ProtocolFault) as fault:
             code = getattr(fault, "code", getattr(fault, "reason", getattr(fault, "bound", "")))
             return type(fault).__name__, str(code)
         return "read", max(-1, min(found, 8)) if isinstance(found, int) else type(found).__name__
@@ -91,7 +105,7 @@ class Parser:
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        return ParserCost(len(data), cpu_s, max(0, peak - self.reserves), outcome)
+        return ParserCost(len(data), cpu_s, max(0, peak - self.reserves), outcome, self.objects)
 
     def least(self, data: bytes) -> ParserCost:
         """The cheapest of as many tries as it takes: other work on the machine lengthens a call."""
@@ -256,7 +270,7 @@ def _byte_format(data: bytes) -> int:
 
 def _stop_strings(data: bytes) -> int:
     first, _, text = data.decode("utf-8", "replace").partition("\n\n")
-    stops, found = StopStrings(StopTable(list(filter(None, first.split("\n")[:64])))), 0
+    stops, found = StopStrings(StopTable(list(filter(None, first.split("\n", 64)[:64])))), 0
     for at in range(0, len(text), 7):
         found += len(stops.feed(text[at : at + 7]))
     return found + len(stops.flush())
@@ -267,6 +281,21 @@ def _prompt(data: bytes) -> int:
     return len(ids) + len(note)
 
 
+def _remote_batches(data: bytes) -> int:
+    """The frames of messages from a remote worker, or to one."""
+    found = 0
+    frames = [memoryview(frame) for frame in data.split(FRAME)]
+    with at_edge(bytes(frames[0])) as edge:
+        for message in read_messages([edge, *frames[1:]]):
+            assert len(message.parts) <= MOST_PARTS
+            found += len(message.table) + len(message.parts)
+            for kind in (Hello, Welcome, FileRequest, LoadedModel):
+                with contextlib.suppress(ProtocolFault):
+                    read_body(message, kind)
+        del message
+    return found
+
+
 PARSERS: dict[str, Parser] = {
     "infer_json": Parser(_infer_json, "infer_json", "json"),
     "json_bounds": Parser(_json_bounds, "json", "json"),
@@ -274,18 +303,19 @@ PARSERS: dict[str, Parser] = {
     "json_reader, two inputs": Parser(_predict_two, "json", "json"),
     "json_reader, inputs": Parser(_predict_inputs, "json", "json"),
     "json_reader, rows": Parser(_predict_rows, "json", "json"),
-    "json_value": Parser(_json_value, "json", "json"),
+    "json_value": Parser(_json_value, "json", "json", objects=MOST_VALUES),
     "request_template": Parser(_request_template, "infer_json", "json"),
-    "proto_wire": Parser(_proto_wire, "v2_proto"),
+    "proto_wire": Parser(_proto_wire, "v2_proto", objects=MOST_VALUES),
     "proto_wire_v1": Parser(_proto_wire_v1, "v1_proto"),
     "tensor_proto": Parser(_tensor_proto, "tfs_proto"),
     "message_skeleton": Parser(_message_skeleton, "v2_proto"),
     "message_skeleton, predict": Parser(_message_skeleton, "tfs_proto"),
-    "number_fields": Parser(_number_fields, "grps_proto"),
+    "number_fields": Parser(_number_fields, "grps_proto", objects=MOST_VALUES),
     "grpc_messages": Parser(_grpc_messages, "grpc", reserves=CLAIMED_BYTES),
     "hpack": Parser(_hpack, "hpack", "frames"),
     "http2_frames": Parser(_http2_frames, "frames", "frames"),
     "flatten": Parser(_byte_format, "strings"),
+    "remote_batches": Parser(_remote_batches, "remote", "remote", objects=MOST_PARTS),
     "stop_strings": Parser(_stop_strings, "text", "text"),
     "token_records": Parser(_prompt, "strings"),
 }

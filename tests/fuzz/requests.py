@@ -33,6 +33,7 @@ RPCS = shapes.rpcs()
 FAULTS = {500, 502, 504}
 # Triton answers 500 to a document that it cannot read, and so does its API here. A fault is in the log.
 TRITONS = "/v2/"
+GRPS_HAS_NONE = b' not found.","status":"FAILURE"'
 TRITONS_SERVICE = "/inference.GRPCInferenceService/"  # INTERNAL, for models and regions that there are not
 TRITONS_CODE = grpc.StatusCode.INTERNAL
 # gRPC itself has INTERNAL for a message that cannot be decoded; here its words begin with `malformed`.
@@ -135,9 +136,15 @@ def converse(place: str, data: bytes) -> bytes:
     return bytes(came)
 
 
+def _is_originals(sent: Sent, came: bytes) -> bool:
+    """Whether the original answers 500 to this: Triton where it cannot read JSON, grps where it has no such
+    model (spec)."""
+    return TRITONS in sent.name or ("/grps/" in sent.name and GRPS_HAS_NONE in came)
+
+
 def http_fault(sent: Sent, came: bytes) -> str:
     """Name a status that no input may cause; "" for none."""
-    if TRITONS in sent.name:
+    if _is_originals(sent, came):
         return ""
     return ", ".join(
         f"{code.decode()} {came[-200:]!r}" for code in STATUS.findall(came) if int(code) in FAULTS
@@ -154,7 +161,7 @@ def http2_fault(sent: Sent, came: bytes) -> str:
             kind == 3 and payload == INTERNAL_ERROR.to_bytes(4, "big")
         ):
             said.append("INTERNAL_ERROR")
-        if kind == 1 and payload[:1] == STATUS_500 and TRITONS not in sent.name:
+        if kind == 1 and payload[:1] == STATUS_500 and not _is_originals(sent, came):
             said.append("500")
         at += 9 + size
     return ", ".join(said)

@@ -14,6 +14,29 @@ class Account:
     charged = False
 
 
+class SampleCountdown:
+    left = 0
+
+
+def sample_endpoint(countdown: Any, endpoint: Any, turn: Any) -> Any:
+    def sampled(call: Any) -> Any:
+        countdown.left -= 1
+        return endpoint(call) if countdown.left > 0 else turn(call)
+
+    return sampled
+
+
+def sample_start(countdown: Any, start: Any, turn: Any) -> Any:
+    def sampled(message: bytes, rpc: Any) -> Any:
+        if countdown.left <= 1:
+            return turn(message, rpc)
+        taken = start(message, rpc)
+        countdown.left -= taken
+        return taken
+
+    return sampled
+
+
 class Ticket:
     def __init__(
         self, queue: Any, lease: int, rows: int, done: Any, deadline_ns: int, context: Any, account: Any
@@ -27,8 +50,8 @@ class Ticket:
 
 
 class TicketTable:
-    def __init__(self, ring: Any, slots: int) -> None:
-        self.ring, self.room, self.wake_handle = ring, None, None
+    def __init__(self, ring: Any, slots: int, metrics: Any) -> None:
+        self.ring, self.metrics, self.room, self.wake_handle = ring, metrics, None, None
         self.by_slot: list[list[Ticket]] = [[] for _ in range(slots)]
         self.seqs, self.idle = [0] * slots, []
         self.submitted = self.waiting = self.unreleased = 0
@@ -82,13 +105,14 @@ class TicketTable:
 
     def finish(self, slot: int) -> None:
         callers, self.by_slot[slot] = self.by_slot[slot], []
-        error = self.failure(slot)
+        ended = self.ring.ended(slot)
+        self.metrics.record(ended)
+        failed = self.ring.failure(slot)
+        error = None if failed is None else self.failure(failed)
         self.unreleased += len(callers)
-        row_ns = None
         for ticket in callers:
             if ticket.account is not None:
-                row_ns = self.ring.row_ns(slot) if row_ns is None else row_ns
-                ticket.account.compute_ns += row_ns * ticket.rows
+                ticket.account.compute_ns += ended[4] * ticket.rows
             done, ticket.done = ticket.done, None
             fault = error
             if fault is None and (end := self.ring.answered(ticket.lease, ticket.rows)) != 1:
@@ -120,7 +144,7 @@ class Lifecycle:
     ) -> None:
         assert not traced  # spans have tests of their own
         self.queue, self.refusals, self.replies = queue, refusals, replies
-        self.counted, self.duration, self.decoded, self.encoded = metrics
+        self.counted, self.duration, self.decode, self.encode = metrics
         self.answered, self.accounted = answered, False
 
     def start(
@@ -167,7 +191,7 @@ class Lifecycle:
     ) -> None:
         layout, rows = prepared.layout_in, prepared.rows
         now_ns = monotonic_ns()
-        self.decoded(now_ns - exchange.received_ns)
+        self.decode.observe_ns(now_ns - exchange.received_ns)
         try:
             if reserved[2][0]:
                 layout.settle(reserved)
@@ -222,9 +246,9 @@ class Lifecycle:
         if later is not None:
             return later
         now_ns = monotonic_ns()
-        self.encoded(now_ns - began_ns)
-        self.counted()
-        self.duration(now_ns - exchange.received_ns)
+        self.encode.observe_ns(now_ns - began_ns)
+        self.counted.add()
+        self.duration.observe_ns(now_ns - exchange.received_ns)
         if self.answered is not None:
             self.answered(prepared, now_ns - exchange.received_ns, began_ns - ticket.submitted_ns)
         return None

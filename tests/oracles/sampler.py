@@ -35,6 +35,7 @@ class PlainSequence:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -69,6 +70,10 @@ class PlainSequence:
             order = order[: self.top_k]
         if self.top_p < 1:
             order = self._least(order, weights[order], self.top_p)
+        if self.min_p > 0:
+            near = np.abs(weights[order] - self.min_p)
+            self.margin = min(self.margin, float(near[near > 0].min(initial=1.0)))
+            order = order[weights[order] >= self.min_p]
         if self.typical_p < 1:
             share = weights[order] / weights[order].sum()
             surprise = np.abs(-np.log(share) - -(share * np.log(share)).sum())
