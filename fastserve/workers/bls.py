@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastserve.backends import model_callbacks
-from fastserve.backends.cancellation import cancelled
+from fastserve.backends.cancellation import cancelled, running
 from fastserve.backends.triton_api.requests import InferenceRequest, InferenceResponse, TritonError, bls
 from fastserve.backends.triton_api.tensor import Tensor as TritonTensor
 from fastserve.backends.triton_api.tensor import TritonModelException
@@ -290,7 +290,17 @@ def _note_of(request: InferenceRequest) -> RequestNote:
         extra=[tensor.name() for tensor in request.inputs()],
         model=request.model_name(),
         version=request.model_version(),
+        trace=_trace_of(request),
     )
+
+
+def _trace_of(request: InferenceRequest) -> tuple[str, str] | None:
+    """Return the span that a call is part of: what the model has named, else that of the request that it
+    runs. A model that runs several has to say for which."""
+    context = request.trace().context
+    if context is None and (watched := running()) is not None and len(watched.gone()) == 1:
+        context = next((context for _, context in watched.traced()), None)
+    return None if context is None else (context.traceparent, context.state)
 
 
 def _failed(text: str) -> InferenceResponse:

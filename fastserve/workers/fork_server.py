@@ -48,7 +48,7 @@ IMPORTED = (
     "transformers.generation.utils",  # for every class of models that write
     "transformers.modeling_layers",
 )
-"""Modules that a worker of any text model imports."""
+"""Modules that a worker of any model that needs torch and transformers imports."""
 THREADS = "it has {} threads after the imports, and a process that forks has one"
 
 
@@ -90,7 +90,7 @@ def _prepare(control: ControlChannel) -> bool:
     worker.open_logs(order["logs"], TITLE)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
     os.environ[VISIBLE] = ""  # a device's context is not to be inherited: none is found here
-    log.info("imports torch and transformers, once for all text models, which takes seconds of a processor")
+    log.info("imports torch and transformers, once for all models, which takes seconds of a processor")
     began_s = time.monotonic()
     try:
         with gc_paused():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import logging
 import os
@@ -28,11 +27,19 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from fastserve.backends.registry import find_backend
+from fastserve.backends.registry import BACKENDS
 from fastserve.util.logs import current_logs
 from fastserve.workers.control import ControlFault
 from fastserve.workers.pinning import AFFINITY
-from fastserve.workers.process import ENTRY, THREAD_VARIABLES, OnExit, OnMessage, WorkerProcess, kill_group
+from fastserve.workers.process import (
+    ENTRY,
+    ORPHANS,
+    THREAD_VARIABLES,
+    OnExit,
+    OnMessage,
+    WorkerProcess,
+    kill_group,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +49,20 @@ IMPORTING = "importing torch and transformers"
 STOP_GRACE_S = 2.0
 # Seconds that a fork server may take to import, and then to answer: a fork takes milliseconds of CPU time.
 START_S, ANSWER_S = 600.0, 60.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 Environment = frozenset[tuple[str, str]]
 
 
 def may_fork(config: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-    """Whether a worker with this config, model.yaml as plain values, may be forked: one of a text model that
-    imports torch and computes on a CPU, whose numerical libraries have as many threads as `threads` says. A
-    model whose `env` says other numbers, or that leaves them to the libraries (`threads: 0`), needs them read
-    at the import."""
-    if config.get("backend") != "text" or str(config.get("device") or "cpu") != "cpu":
+    """Whether a worker with this config, model.yaml as plain values, may be forked: one of a model that needs
+    torch and transformers and computes on a CPU, whose numerical libraries have as many threads as `threads`
+    says. A model whose `env` says other numbers, or that leaves them to the libraries (`threads: 0`), needs
+    them read at the import."""
+    entry = BACKENDS.get(str(config.get("backend")))
+    if entry is None or not entry.forks or str(config.get("device") or "cpu") != "cpu":
         return False
     runtime = (config.get("text") or {}).get("runtime", "auto")
-    if runtime == "numpy" or (runtime == "auto" and not find_backend("text").installed):
+    if runtime == "numpy" or (runtime == "auto" and not entry.installed):
         return False
     threads = int(config.get("threads", 1))
     return threads > 0 and all(environment.get(name) == str(threads) for name in THREAD_VARIABLES)
@@ -372,28 +379,3 @@ def _wait(pid: int) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:  # somebody else in this process has waited for it
         return 0
-
-
-class Orphans:
-    """Whether this process adopts orphans of its descendants: while it waits for forks, and no longer, since
-    it would have to reap what subprocesses of models leave too."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def adopt(self) -> None:
-        """Adopt orphans while one fork more is awaited."""
-        self._count += 1
-        self._set()
-
-    def leave(self) -> None:
-        """One fork has been answered."""
-        self._count -= 1
-        self._set()
-
-    def _set(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(self._count > 0), 0, 0, 0)
-
-
-ORPHANS = Orphans()
-"""Of this process."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import Backend, SupportsComputeStream
-from fastserve.backends.batch_traces import of_thread
 from fastserve.backends.model_errors import end_if_lost
 from fastserve.util.memory import gc_freeze, keep_freed_memory
 from fastserve.workers.arena import Arena, WorkerContext
@@ -72,7 +72,6 @@ def serve(
             _say_ready(control)
             loop.run(lambda: _told_to_stop(control))
             return
-        of_thread.read = lambda slot: arena.traces.read(slot, ring.seq(slot))
         runner = make_runner(WorkerContext(arena, ring, backend, config))
         warm_up(runner, arena, backend, config)
         recorded_ns = _run_recorded(backend, recorded, config["max_batch_size"]) if recorded >= 0 else 0
@@ -106,7 +105,8 @@ def make_text_loop(
 
 
 def _say_ready(control: ControlChannel, recorded_ns: int = 0) -> None:
-    gc_freeze()  # of a loaded model
+    if threading.current_thread() is threading.main_thread():  # a thread's model comes and goes beside others
+        gc_freeze()  # of a loaded model
     keep_freed_memory()  # for the arrays of the next batch
     control.send({"op": "ready", **({"recorded_ns": recorded_ns} if recorded_ns else {})})
 
@@ -174,15 +174,12 @@ def run_batches(ring: BatchRing, runner: Runner, stopped: Callable[[], bool], co
 def answer(ring: BatchRing, runner: Runner, slot: int) -> None:
     """Run one batch and publish it, as an error when the backend raised. Raises DeviceLost, and then nothing
     is published: what was in this worker's hands is run elsewhere."""
-    of_thread.slot = slot
     try:
         if runner.run(slot):
             return
     except Exception as error:
         end_if_lost(error)
         fail_slot(ring, slot, error)
-    finally:
-        of_thread.slot = -1
     ring.publish(slot)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -39,6 +40,7 @@ ENTRY: tuple[str, ...] = (
     "-m",
     "fastserve.workers.main",
 )
+_PR_SET_CHILD_SUBREAPER = 36
 # A worker that hung up but lives on is not answering anybody: it gets this long to finish dying.
 HANGUP_GRACE_S = 1.0
 # After SIGKILL only the kernel can be in the way (a driver in uninterruptible sleep).
@@ -296,6 +298,7 @@ class WorkerProcess(Child):
         self._unwatch()
         kill_group(self.pid)
         status = self._wait_status()
+        ORPHANS.reap(self.pid)
         self._close()
         return self._judge(status)
 
@@ -329,6 +332,43 @@ def kill_group(leader: int) -> None:
     cannot be taken by anyone else."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+
+
+class Orphans:
+    """Whether this process adopts orphans of its descendants: while it waits for forks, and no longer, since
+    it has to reap what it adopts. A worker that dies meanwhile leaves its model's subprocesses too."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._groups: set[int] = set()
+
+    def adopt(self) -> None:
+        """Adopt orphans while one fork more is awaited."""
+        self._count += 1
+        self._set()
+
+    def leave(self) -> None:
+        """One fork has been answered."""
+        self._count -= 1
+        self._set()
+
+    def reap(self, leader: int) -> None:
+        """Reap the adopted ones of a dead worker's group, which has been killed. Those that the kernel has
+        not ended yet are reaped at a later call: their group's number is taken until then."""
+        self._groups.add(leader)
+        for group in list(self._groups):
+            try:
+                while os.waitpid(-group, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                self._groups.discard(group)
+
+    def _set(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(self._count > 0), 0, 0, 0)
+
+
+ORPHANS = Orphans()
+"""Of this process."""
 
 
 def _is_open(fd: int) -> bool:

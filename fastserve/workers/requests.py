@@ -255,7 +255,9 @@ class RequestReply(OneReply):
 
     def trace_context(self) -> TraceContext | None:
         """Return what spans of the model are to have as their parent; None for a request that is not
-        traced."""
+        traced, or has had its answer."""
+        if self.ended:
+            return None
         batch = self._batch
         notes = batch.codec.traces.read(batch.slot, batch.ring.seq(batch.slot))
         return next((note.context for note in notes if note.first_row == self._row), None)

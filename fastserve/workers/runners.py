@@ -52,7 +52,7 @@ class DenseRunner:
             self._binding = backend
         self._sizes: list[int] = list(config.get("allowed_batch_sizes") or ())
         self._slots: dict[int, tuple[Columns, Columns, Columns]] = {}
-        self._watched = WatchedBatch(self._ring)
+        self._watched = WatchedBatch(self._ring, self._arena.traces)
 
     def run(self, slot: int) -> None:
         """Run every row of the slot; outputs land in its output columns."""
@@ -227,7 +227,7 @@ class SlabRunner:
         self._joining: SupportsRequestJoining | None = None
         if isinstance(backend, SupportsRequestJoining) and backend.joins_requests:
             self._joining = backend
-        self._watched = WatchedBatch(self._ring)
+        self._watched = WatchedBatch(self._ring, arena.traces)
 
     def run(self, slot: int) -> None:
         """Answer every lease of the slot."""

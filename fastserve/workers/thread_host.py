@@ -48,7 +48,7 @@ class ThreadHost:
 
     def __init__(self, control: ControlChannel) -> None:
         self._control = control
-        self._known = self._broken = False
+        self._known = self._broken = self._frozen = False
         self._beginning = threading.Lock()
 
     def admit(self, message: Mapping[str, Any], fd: int) -> None:
@@ -71,6 +71,9 @@ class ThreadHost:
             order = control.receive().message
             with self._beginning:
                 import_framework(order["config"])
+                if not self._frozen:  # what models share, while there is none yet
+                    self._frozen = True
+                    gc_freeze()
             with thread_context(order, control):
                 worker.live(control, order, lambda *given: self._serve(number, *given))
         except PeerGone:
@@ -78,7 +81,7 @@ class ThreadHost:
         finally:
             if self._broken:  # the device's context is everybody's here
                 exit_now(1)
-            forget_model()
+            gc.collect()  # a model's module and its functions are a circle
             self._say("left", number)
             control.close()
 
@@ -135,8 +138,9 @@ def thread_context(order: Mapping[str, Any], control: ControlChannel) -> Iterato
 
 
 def forget_model() -> None:
-    """A model's module and its functions are a circle: it goes when the collector comes, and that was told to
-    pass over what the models here consist of (loop.py)."""
+    """Find the garbage of a model that ended in a process that may have frozen it: the server's own, which
+    freezes all at the end of its start. With torch that takes a third of a second, in which nobody else has
+    the interpreter's lock; a process that models share freezes none of them."""
     gc.unfreeze()
     gc_freeze()
 

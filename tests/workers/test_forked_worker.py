@@ -18,7 +18,13 @@ import pytest
 from fastserve.errors import ServeError
 from fastserve.workers import forked_worker, group
 from fastserve.workers.forked_worker import IMPORTING, ForkServers, may_fork
-from fastserve.workers.process import THREAD_VARIABLES, WorkerProcess, worker_environment
+from fastserve.workers.process import (
+    ORPHANS,
+    THREAD_VARIABLES,
+    WorkerProcess,
+    kill_group,
+    worker_environment,
+)
 from tests import proc
 from tests.workers.rig import FAKE_ENTRY, PLAIN, Watched, run, write_model
 
@@ -173,6 +179,28 @@ def test_this_process_adopts_orphans_only_while_it_waits_for_a_fork(
     run(scenario())
     assert seen == [True]
     assert not adopts()
+
+
+def test_adopted_subprocesses_of_a_dead_worker_are_reaped() -> None:
+    code = "import subprocess; start = lambda: subprocess.Popen(['sleep', '600']).pid\n"
+    code += "print(start(), start(), flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ORPHANS.adopt()
+    try:
+        with subprocess.Popen([sys.executable, "-c", code], **pipes, start_new_session=True) as worker:
+            assert worker.stdout is not None
+            orphans = [int(pid) for pid in worker.stdout.readline().split()]
+            worker.kill()
+        assert [parent(orphan) for orphan in orphans] == [os.getpid()] * 2
+    finally:
+        ORPHANS.leave()
+    ORPHANS.reap(worker.pid)  # they live: a later call is to find them
+    kill_group(worker.pid)
+    for orphan in orphans:
+        os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+    ORPHANS.reap(orphans[0])  # no group: what is remembered is found
+    assert not any(os.path.exists(f"/proc/{orphan}") for orphan in orphans)
+    assert not ORPHANS._groups, "their numbers may be taken by others now"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -170,6 +171,25 @@ def test_what_the_child_leaves_behind_ends_with_it() -> None:
         await asyncio.wait_for(gone, 60)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
+
+    run(scenario())
+
+
+def test_an_adopted_subprocess_is_reaped_with_a_later_child_at_the_latest() -> None:
+    async def scenario() -> None:
+        code = "import subprocess; say(op='left', pid=subprocess.Popen(['sleep', '600']).pid); line.recv(100)"
+        process.ORPHANS.adopt()
+        try:
+            child = Child(code)
+            orphan = (await child.word())["pid"]
+            child.process.send({"op": "leave"})
+            await child.end()
+        finally:
+            process.ORPHANS.leave()
+        with contextlib.suppress(ChildProcessError):  # the kernel was quick, and it is reaped
+            os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+        await Child("").end()
+        assert not os.path.exists(f"/proc/{orphan}")
 
     run(scenario())
 

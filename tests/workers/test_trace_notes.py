@@ -71,3 +71,21 @@ def test_every_process_of_an_arena_has_its_name_and_its_notes() -> None:
     finally:
         for one in (joined, arena, other):
             one.close()
+
+
+def test_notes_go_to_another_arena_as_they_lie_here() -> None:
+    notes, other = make_notes(), make_notes()
+    assert notes.packed(1, 7) == b""
+    notes.write(2, 1, 7, 5, 2, context(1, "a=b"))
+    notes.write(0, 1, 7, 0, 1, context(2))
+    packed = notes.packed(1, 7)
+    assert notes.packed(1, 8) == b""
+    other.write_packed(0, 3, 9, packed)
+    assert other.read(3, 9) == notes.read(1, 7) != []
+    other.write_packed(0, 3, 9, packed * MOST_NOTES)  # those too many are left out
+    assert len(other.read(3, 9)) == MOST_NOTES
+    other.write_packed(0, 3, 10, b"")
+    assert other.read(3, 9) == other.read(3, 10) == []
+    for damaged in (packed[:-1], packed + b"x"):
+        with pytest.raises(ValueError, match=f"{len(damaged)} bytes of trace notes"):
+            other.write_packed(0, 3, 11, damaged)

@@ -22,7 +22,6 @@ from fastserve.errors import Kind, ServeError, internal
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.util.offload import Offload
-from fastserve.util.spans import RunTrace, current_span
 
 TOO_LARGE = "a request of {} bytes of tensors, allowed: up to {} (limits.memory_bytes)"
 
@@ -30,7 +29,7 @@ OWNER_GRACE_S = 1.0
 """The owner ends a request at its deadline; this long after it, the owner is no longer waited for."""
 
 
-Relayed = tuple[InferResponse, list[int], list[RunTrace]]
+Relayed = tuple[InferResponse, list[int]]
 """A response, the times of its batch, and the runs of a traced request."""
 
 
@@ -70,12 +69,9 @@ class RelayClient:
         call = RelayedCall(offset, asyncio.get_running_loop().create_future())
         self._calls[number] = call
         self._channel.send(TicketKind.REQUEST, number, offset)
-        response, times, runs = await self._answer(number, call, request.deadline_ns)
+        response, times = await self._answer(number, call, request.deadline_ns)
         if request.times is not None:
             request.times.extend(times)
-        span = current_span()
-        if span is not None and request.trace is not None:
-            span.replace_run(request.trace, runs)
         return response
 
     async def _answer(self, number: int, call: RelayedCall, deadline_ns: int) -> Relayed:

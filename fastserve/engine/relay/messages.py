@@ -7,7 +7,7 @@ released."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ from fastserve.engine.relay.channel import Parts
 from fastserve.errors import DeadlineError, Kind, ModelError, Reason, ServeError, invalid
 from fastserve.request import InferRequest, InferResponse, by_name
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
-from fastserve.util.spans import RunTrace
 from fastserve.util.tracing import TraceContext
 
 ALIGN = 64
@@ -62,14 +61,12 @@ class RelayedRequest(msgspec.Struct, array_like=True, gc=False):
 
 
 class RelayedReply(msgspec.Struct, array_like=True, gc=False):
-    """A response without its tensors' bytes, or the error in its place. `runs` are those of a traced
-    request."""
+    """A response without its tensors' bytes, or the error in its place."""
 
     tensors: list[TensorHead]
     parameters: dict[str, Any]
     times: list[int]
     error: RelayedError | None
-    runs: list[RunTrace] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -126,10 +123,10 @@ def unpack_request(
     return head.version, request, head.trace
 
 
-def pack_response(response: InferResponse, times: list[int] | None, runs: Sequence[RunTrace] = ()) -> Packed:
+def pack_response(response: InferResponse, times: list[int] | None) -> Packed:
     """Return the parts of a response."""
     told = list(response.in_order())
-    head = RelayedReply(_heads_of(told), response.parameters, times or [], None, list(runs))
+    head = RelayedReply(_heads_of(told), response.parameters, times or [], None)
     return _lay_out(_encode(head), [tensor.data for _, tensor in told])
 
 
@@ -138,15 +135,15 @@ def pack_error(error: ServeError) -> Packed:
     return _lay_out(_encode(RelayedReply([], {}, [], _write_error(error))), [])
 
 
-def unpack_reply(memory: memoryview) -> tuple[InferResponse, list[int], list[RunTrace]]:
-    """Return the response, whose tensors are views, the times of its batch, and the runs of a traced request.
-    Raises the ServeError that came in its place, or ValueError."""
+def unpack_reply(memory: memoryview) -> tuple[InferResponse, list[int]]:
+    """Return the response, whose tensors are views, and the times of its batch. Raises the ServeError that
+    came in its place, or ValueError."""
     data, at = _head_of(memory)
     head = _read_reply(data)
     if head.error is not None:
         raise _read_error(head.error)
     outputs, repeated = by_name(_tensors_of(memory, at, head.tensors))
-    return InferResponse(outputs, None, head.parameters, repeated=repeated), head.times, head.runs
+    return InferResponse(outputs, None, head.parameters, repeated=repeated), head.times
 
 
 def _heads_of(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorHead]:

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 from fastserve._ext.fast_path import ACCOUNT
@@ -25,9 +24,11 @@ from fastserve.engine.relay.channel import RelayChannel, TicketKind, write_parts
 from fastserve.engine.relay.messages import Packed, pack_error, pack_response, unpack_request
 from fastserve.errors import Kind, ServeError, internal
 from fastserve.repository.version import Version
-from fastserve.request import BorrowedInputs
+from fastserve.request import BorrowedInputs, InferRequest, InferResponse
+from fastserve.util.model_demand import Want, await_again
 from fastserve.util.offload import Offload
-from fastserve.util.spans import RequestSpan, in_span
+from fastserve.util.spans import RequestSpan, enter_span
+from fastserve.util.tracing import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ FindVersion = Callable[[int], "Version | None"]
 class RelayServer:
     """Answers one front process. Everything runs on the event loop's thread."""
 
-    def __init__(self, channel: RelayChannel, engine: Engine, find: FindVersion) -> None:
-        self._channel, self._engine, self._find = channel, engine, find
+    def __init__(self, channel: RelayChannel, engine: Engine, find: FindVersion, want: Want) -> None:
+        self._channel, self._engine, self._find, self._want = channel, engine, find, want
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unread: set[int] = set()  # requests that have ended, and that a batch still reads
         self._offload = Offload()
@@ -99,14 +100,28 @@ class RelayServer:
         version = self._find(key)
         if version is None:
             raise version_gone()
-        span = None if trace is None else RequestSpan(trace, "", None, time.monotonic_ns())
-        with nullcontext() if span is None else in_span(span):
-            response = await self._engine.infer(version, request)
+        # A step of an ensemble may have been unloaded a moment ago.
+        response = await await_again(self._want, lambda: self._infer(version, request, trace))
         try:
-            runs = () if span is None else span.runs
-            await self._reply(number, pack_response(response, request.times, runs), ROOM_LIMIT_S)
+            await self._reply(number, pack_response(response, request.times), ROOM_LIMIT_S)
         finally:
             response.release()
+
+    async def _infer(
+        self, version: Version, request: InferRequest, trace: TraceContext | None
+    ) -> InferResponse:
+        """Run a request; what there is to tell of a traced one goes to the exporter from here, however it
+        ends."""
+        send = self._engine.send_span
+        if trace is None or send is None:
+            return await self._engine.infer(version, request)
+        span = RequestSpan(trace, "", None, time.monotonic_ns())
+        enter_span(span)  # this task is the request's own
+        try:
+            return await self._engine.infer(version, request)
+        finally:
+            span.end(0)
+            send(span)
 
     async def _fail(self, number: int, error: ServeError, borrowed: BorrowedInputs) -> None:
         await self._reply(number, pack_error(error), None, still_read=borrowed.readers > 0)

@@ -15,36 +15,36 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import msgspec
 
 import fastserve
+from fastserve._ext.remote_batches import (
+    PROTOCOL,
+    MessageKind,
+    ProtocolFault,
+    RemotePeer,
+    WireMessage,
+    read_messages,
+    read_protocol,
+)
 from fastserve.errors import ConfigError, Kind, ServeError
 from fastserve.settings.model_options import check_listen
 from fastserve.util.rate_limited_log import RateLimitedLog
 from fastserve.workers.remote.files import ShippedFolder
 from fastserve.workers.remote.keys import KeyGate, SideKey, import_zmq, secure_server
 from fastserve.workers.remote.protocol import (
-    COPIED_BYTES,
-    MOST_JOINED,
-    PROTOCOL,
     Failure,
     FileRequest,
     Go,
     Hello,
     LoadedModel,
-    MessageKind,
-    ProtocolFault,
     Welcome,
-    WireMessage,
     Words,
     pack_message,
     read_body,
-    read_messages,
-    read_protocol,
     receive_frames,
 )
 
@@ -73,36 +73,6 @@ class PeerState(Enum):
 AT_WORK = (PeerState.READY, PeerState.RETIRING)
 
 
-@dataclass(slots=True, eq=False)
-class RemoteBatch:
-    """One batch at one remote worker."""
-
-    number: int
-    slot: int
-    attempt: int
-    sent_s: float
-
-
-@dataclass(slots=True, eq=False)
-class RemotePeer:
-    """One remote worker, as long as one connection of its lasts."""
-
-    identity: bytes
-    instance: int
-    name: str
-    node: str
-    place: int = 0
-    state: PeerState = PeerState.LOADING
-    model: LoadedModel | None = None
-    heard_s: float = 0.0
-    head_s: float = 0.0  # since when the oldest batch in flight is at its head
-    run_s: float = 0.0  # of a batch, on average of the last ones; 0 before the first
-    batches: int = 0
-    flights: dict[int, RemoteBatch] = field(default_factory=dict)
-    joined: list[bytes] = field(default_factory=list)  # messages that leave in one frame
-    joined_bytes: int = 0
-
-
 class WorkerConnections:
     """The listening socket of one version's remote workers, and the workers behind it.
 
@@ -122,6 +92,7 @@ class WorkerConnections:
     ) -> None:
         self.peers: dict[bytes, RemotePeer] = {}
         self.ready: list[RemotePeer] = []  # those that take batches
+        self.joining: list[RemotePeer] = []  # those with messages that wait for `flush`
         self.quiet = False  # nothing has arrived since the last turn; sending may have silenced `descriptors`
         self.failure: ServeError | None = None  # of the last worker whose load failed
         self.on_answer: Callable[[RemotePeer, WireMessage], None] = lambda *_: None
@@ -136,7 +107,6 @@ class WorkerConnections:
         self._next_beat_s = self._next_look_s = 0.0
         self._no_wait, self._nothing = int(self._zmq.NOBLOCK), self._zmq.Again
         self._sending_more = int(self._zmq.NOBLOCK | self._zmq.SNDMORE)
-        self._joining: list[RemotePeer] = []
         self._context = self._zmq.Context()
         self._gate: KeyGate | None = None
         self._monitor: Any = None
@@ -234,32 +204,19 @@ class WorkerConnections:
         """Send a message, after those that were joined; memory of `frames` must stay until it was
         answered, or the connection is closed. Returns False, and the peer is lost, where its connection has
         ended."""
-        if peer.joined and not self._send_joined(peer):
+        if peer.joined and not self.send_joined(peer):
             return False
         return self._send_frames(peer, frames)
 
-    def join(self, peer: RemotePeer, message: WireMessage) -> None:
-        """Send a message with others, by `flush` at the latest. Memory of its parts must stay until it was
-        answered, or the connection is closed."""
-        frames = message.pack()
-        if len(frames) > 1:
-            self.send(peer, frames)
-            return
-        if not peer.joined:
-            self._joining.append(peer)
-        peer.joined += frames
-        peer.joined_bytes += len(frames[0])
-        if peer.joined_bytes >= COPIED_BYTES or len(peer.joined) == MOST_JOINED:
-            self._send_joined(peer)
-
     def flush(self) -> None:
         """Send what was joined."""
-        while self._joining:
-            peer = self._joining.pop()
+        while self.joining:
+            peer = self.joining.pop()
             if peer.joined:
-                self._send_joined(peer)
+                self.send_joined(peer)
 
-    def _send_joined(self, peer: RemotePeer) -> bool:
+    def send_joined(self, peer: RemotePeer) -> bool:
+        """Send what was joined for a peer; as `send`."""
         joined, peer.joined, peer.joined_bytes = peer.joined, [], 0
         return self._send_frames(peer, [b"".join(joined)])
 
@@ -388,7 +345,7 @@ class WorkerConnections:
             raise ProtocolFault("a greeting while as many workers load as may at a time")
         instance = next(self._instances)
         name = f"{hello.node}:{hello.pid}"
-        peer = RemotePeer(identity, instance, name, hello.node, hello.place, heard_s=self._clock())
+        peer = RemotePeer(identity, instance, name, hello.node, hello.place, PeerState.LOADING, self._clock())
         self.peers[identity] = peer
         log.info("remote worker %s has connected", name)
         self.send(

@@ -20,7 +20,8 @@ from typing import Annotated
 
 import msgspec
 
-from fastserve.workers.remote.protocol import PIECE_BYTES, FileRequest, ProtocolFault
+from fastserve._ext.remote_batches import ProtocolFault
+from fastserve.workers.remote.protocol import PIECE_BYTES, FileRequest
 
 MOST_FILES = 100_000
 MOST_BYTES = 1 << 42

@@ -29,11 +29,12 @@ from typing import Any
 
 import msgspec
 
+from fastserve._ext.remote_batches import RemotePeer
 from fastserve.errors import ConfigError
 from fastserve.settings.model_options import RayPlacement
 from fastserve.workers.control import ControlChannel, ControlFault
 from fastserve.workers.group import Backoff
-from fastserve.workers.remote.connections import PeerState, RemotePeer, WorkerConnections
+from fastserve.workers.remote.connections import PeerState, WorkerConnections
 from fastserve.workers.remote.main import WorkerOrder
 
 log = logging.getLogger(__name__)

@@ -29,124 +29,16 @@ are sent at a time: under load a send, a wake-up of libzmq's thread and one of t
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-MAGIC = b"FSRW"
-PROTOCOL = 2
-_HEADER = struct.Struct("<4sHHQIIIIQQ")
-HEADER_BYTES = _HEADER.size
-_ENTRY_BYTES, _LENGTH_BYTES = 8, 8
-MOST_PARTS = 1 << 16
-MOST_JOINED = 64  # messages in one frame
+from fastserve._ext.remote_batches import MessageKind, ProtocolFault, WireMessage
+
 BODY_BYTES = 16 << 20  # of a JSON body: a model's config may have 20,000 class labels
 PIECE_BYTES = 1 << 20  # of a file in one message
-COPIED_BYTES = 65536  # parts up to this size together are copied into their message's frame
 T = TypeVar("T")
-
-
-class ProtocolFault(Exception):
-    """The other side has sent a message that breaks the rules above."""
-
-
-class MessageKind(IntEnum):
-    """The kinds of messages."""
-
-    HELLO = 1
-    WELCOME = 2
-    REFUSED = 3
-    FETCH = 4
-    DATA = 5
-    LOADED = 6
-    GO = 7
-    READY = 8
-    BATCH = 9
-    ANSWER = 10
-    PING = 11
-    PONG = 12
-    BYE = 13
-    FAILED = 14
-
-
-_KINDS = {kind.value: kind for kind in MessageKind}  # an enum's own look-up takes a microsecond
-
-
-@dataclass(slots=True)
-class WireMessage:
-    """One message. Parts that were received lie in the frames that brought them."""
-
-    kind: MessageKind
-    batch: int = 0
-    rows: int = 0
-    word: int = 0
-    ran_ns: int = 0
-    table: Sequence[tuple[int, int]] = ()
-    parts: Sequence[Any] = ()
-
-    def pack(self) -> list[Any]:
-        """Return its frames."""
-        parts, table = self.parts, self.table
-        lengths = [len(part) for part in parts]
-        nbytes, entries, count = sum(lengths), len(table), len(lengths)
-        numbers = [number for entry in table for number in entry]
-        head = struct.pack(
-            f"<4sHHQIIIIQQ{2 * entries}I{count}Q",
-            *(MAGIC, PROTOCOL, self.kind, self.batch, self.rows, entries, self.word, count),
-            *(nbytes, self.ran_ns, *numbers, *lengths),
-        )
-        return [b"".join((head, *parts))] if nbytes < COPIED_BYTES else [head, *parts]
-
-
-def read_messages(frames: Sequence[Any]) -> list[WireMessage]:
-    """Read the messages that have come in these frames, one or more. Raises ProtocolFault."""
-    head, apart, at = frames[0], frames[1:], 0
-    end, found = len(head), list[WireMessage]()
-    while at < end or not found:
-        if end - at < HEADER_BYTES or len(found) == MOST_JOINED:
-            raise ProtocolFault(
-                f"a header of {end - at} bytes instead of {HEADER_BYTES}"
-                if len(found) < MOST_JOINED
-                else f"more than {MOST_JOINED} messages in one frame"
-            )
-        fields = _HEADER.unpack_from(head, at)
-        magic, protocol, number, batch, rows, entries, word, parts, nbytes, ran_ns = fields
-        kind, at = _KINDS.get(number), at + HEADER_BYTES
-        if magic != MAGIC or protocol != PROTOCOL or kind is None or parts > MOST_PARTS:
-            raise _explain(magic, protocol, number, parts)
-        behind = at + entries * _ENTRY_BYTES + parts * _LENGTH_BYTES
-        if behind > end:
-            raise ProtocolFault(f"a table of {entries} entries and {parts} lengths in {end - at} bytes")
-        numbers = struct.unpack_from(f"<{2 * entries}I{parts}Q", head, at)
-        lengths, at = numbers[2 * entries :], behind
-        if sum(lengths) != nbytes:
-            raise ProtocolFault(f"{sum(lengths)} bytes of parts where {nbytes} were announced")
-        pieces: Sequence[Any] = apart
-        if not apart:
-            pieces = []
-            for length in lengths:
-                pieces.append(head[at : at + length])
-                at += length
-        if at != end if apart else at > end:
-            raise ProtocolFault("a message that is longer or shorter than was announced")
-        if apart and [len(part) for part in apart] != list(lengths):
-            raise ProtocolFault("frames of other lengths than were announced")
-        table = list(zip(numbers[0 : 2 * entries : 2], numbers[1 : 2 * entries : 2], strict=True))
-        found.append(WireMessage(kind, batch, rows, word, ran_ns, table, pieces))
-    return found
-
-
-def _explain(magic: bytes, protocol: int, kind: int, parts: int) -> ProtocolFault:
-    """Say what is wrong about a header."""
-    if magic != MAGIC:
-        return ProtocolFault("a message that does not begin as one of fastserve's")
-    if protocol != PROTOCOL:
-        return ProtocolFault(f"a message of protocol {protocol}; protocol {PROTOCOL} is spoken here")
-    return ProtocolFault(f"a message of kind {kind} and {parts} parts, which is none")
 
 
 def receive_frames(socket: Any, flags: int) -> list[Any]:
@@ -158,13 +50,6 @@ def receive_frames(socket: Any, flags: int) -> list[Any]:
         frame = socket.recv(flags, copy=False)
         frames.append(frame.buffer)
     return frames
-
-
-def read_protocol(frame: Any) -> int:
-    """Return the protocol of a frame that may be of another version, 0 where it is no header."""
-    if len(frame) < 6 or bytes(frame[:4]) != MAGIC:
-        return 0
-    return int.from_bytes(bytes(frame[4:6]), "little")
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=False):
@@ -246,11 +131,6 @@ def read_body(message: WireMessage, kind: type[T]) -> T:
         return msgspec.json.decode(bytes(message.parts[0]), type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
         raise ProtocolFault(f"a body that is no {kind.__name__}") from fault
-
-
-def batch_number(generation: int, slot: int, attempt: int) -> int:
-    """Return the number under which a batch is sent, and answered."""
-    return (generation & 0xFFFF_FFFF) << 32 | (slot & 0xFFFF) << 16 | attempt & 0xFFFF
 
 
 def sendable_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,13 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fastserve._ext.remote_batches import MessageKind, OutgoingBatches, RemotePeer, WireMessage
 from fastserve.backends import model_callbacks
 from fastserve.backends.base import read_specs
 from fastserve.errors import Kind, Reason, ServeError, pack_status
@@ -33,8 +34,6 @@ from fastserve.workers.loop import CONTROL_SPOKE
 from fastserve.workers.remote.connections import (
     AT_WORK,
     GO_AFTER_S,
-    RemoteBatch,
-    RemotePeer,
     WorkerConnections,
 )
 from fastserve.workers.remote.files import ShippedFolder
@@ -49,11 +48,7 @@ from fastserve.workers.remote.places import (
     WorkerPlaces,
 )
 from fastserve.workers.remote.protocol import (
-    MessageKind,
-    ProtocolFault,
     Welcome,
-    WireMessage,
-    batch_number,
     sendable_config,
 )
 
@@ -67,19 +62,12 @@ MOST_ATTEMPTS = 2
 LOST = pack_status(Kind.UNAVAILABLE, Reason.WORKER_LOST)
 DIED = "the worker process that ran this request died"
 LATE = "the worker process that ran this request was ended: a batch ran longer than run_timeout_ms {}"
-# Batches that wait at a worker's side hide the way there, and wait behind one queue more: worth it only as
-# far as they take no longer than the way.
-AHEAD_S, MOST_AHEAD = 0.002, 16
-# From so many batches at a worker on, another is taken once it is full: those it has hide the way, and rows
-# that wait meanwhile make one batch, as they do while a local worker is busy. A worker with more than half of
-# what it may have gets no more: then several leave together, which costs little more than one.
-FEW = 2
 LATE_S = 0.01  # between two looks for batches that have run too long
+LOOK_AFTER_S = 0.02  # a batch that runs longer is looked at as often: have clients of it left?
 SLICE_S = 0.5
 REPORT_S = 1.0
 RATE_S = 1.0  # of a measurement of the rows a second
 EVERYWHERE = ("0.0.0.0", "[::]", "*")
-Span = tuple[int, int]  # where a column begins in the arena, and the bytes of a row
 
 
 class LastWorkerLost(Exception):
@@ -233,11 +221,6 @@ def _key_of(stamp: str, config: Mapping[str, Any]) -> str:
     return hashlib.sha256(stamp.encode() + msgspec.json.encode(config)).hexdigest()
 
 
-def _suitable(run_s: float) -> int:
-    """Return how many batches a worker gets at a time whose batches take `run_s`; 0: not known yet."""
-    return min(max(int(AHEAD_S / run_s), 1), MOST_AHEAD) if run_s else 1
-
-
 class RemoteRunner:
     """Runs batches of one arena on the remote workers of a model."""
 
@@ -245,44 +228,52 @@ class RemoteRunner:
         self, arena: Arena, ring: BatchRing, model: RemoteVersion, config: Mapping[str, Any]
     ) -> None:
         self._arena, self._ring, self._connections = arena, ring, model.connections
-        self._dense = arena.geometry.dense
         self._model = model
-        self._in_flight = model.placement.in_flight
         self._retries = may_isolate(config)
         self._limit_ms = int(config["run_timeout_ms"])
         self._again: deque[tuple[int, int]] = deque()  # (slot, attempt) of batches whose worker was lost
-        self._memory = memoryview(arena.memory)
-        self._columns: dict[int, tuple[list[Span], list[Span]]] = {}
-        self._report_s = self._late_s = 0.0
-        self._rows, self._rows_per_s, self._rated_s = 0, 0.0, time.monotonic()
-        self.flying = 0
+        self._batches = OutgoingBatches(
+            ring,
+            memoryview(arena.memory),
+            len(model.inputs),
+            len(model.outputs),
+            dense=arena.geometry.dense,
+            connections=model.connections,
+            notes=(arena.traces, *arena.traces.layout),
+            in_flight=model.placement.in_flight,
+            limit_ms=int(config["run_timeout_ms"]),
+            lost_status=Kind.RESOURCE_EXHAUSTED.value,
+        )
+        self._report_s = self._late_s = self._look_s = 0.0
+        self._rows_per_s, self._rated_s = 0.0, time.monotonic()
         connections = self._connections
-        connections.on_answer, connections.on_lost = self._land, self._lost
+        connections.on_answer, connections.on_lost = self._batches.land, self._lost
 
     @property
     def room(self) -> bool:
         """Whether a worker can have another batch."""
-        return self._choose() is not None
+        return self._batches.choose(self._connections.ready) is not None
+
+    @property
+    def flying(self) -> int:
+        """The number of batches at workers."""
+        return self._batches.flying
 
     def take(self) -> bool:
         """Send batches that workers can have now. Returns whether one can have the next, of any size."""
-        ring, peer = self._ring, self._choose()
-        if self._again or peer is None or 2 * len(peer.flights) > self._most(peer):
+        if self._again:
             return False
-        while peer is not None:
-            if len(peer.flights) >= FEW and ring.queued() < ring.max_rows:
-                break
-            slot = ring.take()
-            if slot < 0:
-                break
-            self._send(slot, 0, peer)
-            peer = self._choose()
+        wanting = self._batches.take(self._connections.ready)
         self._connections.flush()
-        return peer is not None and len(peer.flights) < FEW
+        return wanting
 
     def run(self, slot: int) -> None:
         """Send a batch that was taken; it is published when its answer has landed."""
-        self._send(slot, 0, self._choose())
+        peer = self._batches.choose(self._connections.ready)
+        if peer is None:
+            self._again.append((slot, 0))
+            return
+        self._batches.send(slot, 0, peer)
         self._connections.flush()
 
     def turn(self, *, rare: bool = True) -> None:
@@ -293,6 +284,9 @@ class RemoteRunner:
         if self._limit_ms and self.flying and now >= self._late_s:
             self._late_s = now + LATE_S
             self._end_late(now)
+        if self.flying and now >= self._look_s:
+            self._look_s = now + LOOK_AFTER_S
+            self._tell_who_waits(now)
         self._send_again()
         if not self._connections.ready and not self._model.replacing:
             raise LastWorkerLost("its last remote worker is lost")
@@ -304,10 +298,10 @@ class RemoteRunner:
         """Send batches that have lost a worker, each to one that has no other: what kills its worker takes
         nobody with it a second time."""
         while self._again:
-            peer = self._choose()
+            peer = self._batches.choose(self._connections.ready)
             if peer is None or peer.flights:
                 return
-            self._send(*self._again.popleft(), peer)
+            self._batches.send(*self._again.popleft(), peer)
             self._connections.flush()
 
     def drain(self) -> None:
@@ -319,120 +313,15 @@ class RemoteRunner:
     def _queue_s(self) -> float:
         """Return how long the rows that wait will take at the measured rate; 0 before there is one."""
         now = time.monotonic()
-        if self._rows and now - self._rated_s >= RATE_S:
-            self._rows_per_s = self._rows / (now - self._rated_s)
-            self._rows, self._rated_s = 0, now
+        rows = self._batches.rows
+        if rows and now - self._rated_s >= RATE_S:
+            self._rows_per_s = rows / (now - self._rated_s)
+            self._batches.rows, self._rated_s = 0, now
         return self._ring.queued() / self._rows_per_s if self._rows_per_s else 0.0
-
-    def _choose(self) -> RemotePeer | None:
-        """Return the worker with the fewest batches, of those that have room."""
-        best, least = None, MOST_AHEAD
-        for peer in self._connections.ready:
-            flights = len(peer.flights)
-            if flights < least and flights < self._most(peer):
-                if not flights:
-                    return peer
-                best, least = peer, flights
-        return best
-
-    def _most(self, peer: RemotePeer) -> int:
-        return self._in_flight or _suitable(peer.run_s)
-
-    def _send(self, slot: int, attempt: int, peer: RemotePeer | None) -> None:
-        """Have a batch leave for a worker, with the next flush; where its connection ends at that, it is
-        given back. Without a worker it waits for one."""
-        if peer is None:
-            self._again.append((slot, attempt))
-            return
-        ring = self._ring
-        leases = ring.leases(slot)
-        if not leases:
-            ring.publish(slot)  # everybody left
-            return
-        now, rows = time.monotonic(), ring.batch_rows(slot)
-        number = batch_number(ring.seq(slot), slot, attempt)
-        ring.start_run(slot)
-        if self._dense:
-            inputs, _ = self._columns.get(slot) or self._open_slot(slot)
-            parts: list[Any] = [self._memory[at : at + rows * row_bytes] for at, row_bytes in inputs]
-        else:
-            parts = [ring.slab(offset, nbytes) if offset else b"" for _, _, offset, nbytes in leases]
-        if not peer.flights:
-            peer.head_s = now
-        peer.flights[number] = RemoteBatch(number, slot, attempt, now)
-        self.flying += 1
-        table = [lease[:2] for lease in leases]
-        message = WireMessage(MessageKind.BATCH, number, rows, self._limit_ms, 0, table, parts)
-        self._connections.join(peer, message)
-
-    def _land(self, peer: RemotePeer, message: WireMessage) -> None:
-        flight = peer.flights.get(message.batch)
-        if flight is None:
-            return  # of a batch that was given to somebody else meanwhile: late, and refused
-        slot, ring = flight.slot, self._ring
-        if message.batch >> 32 != ring.seq(slot) & 0xFFFF_FFFF:
-            raise ProtocolFault("an answer to another generation of its slot")
-        self._take_answer(slot, message)  # raises, and then it is still in flight and given back
-        del peer.flights[message.batch]
-        self.flying -= 1
-        now_ns = time.monotonic_ns()
-        ran_ns = min(message.ran_ns, now_ns - int(flight.sent_s * 1e9))
-        ran_s = max(ran_ns, 1) / 1e9
-        peer.run_s += (ran_s - peer.run_s) / 8 if peer.run_s else ran_s
-        peer.batches += 1
-        peer.head_s = now_ns / 1e9
-        self._rows += ring.batch_rows(slot)
-        ring.end_run(slot, now_ns - ran_ns, now_ns)
-        ring.publish(slot)
-
-    def _take_answer(self, slot: int, message: WireMessage) -> None:
-        """Check all of an answer, then write it. Raises ProtocolFault, and then nothing was written."""
-        table, parts = message.table, message.parts
-        if message.word:
-            if len(parts) != 1:
-                raise ProtocolFault("a failure without its text")
-            self._ring.fail(slot, message.word, bytes(parts[0]).decode("utf-8", "replace"))
-            return
-        if self._dense:
-            self._take_columns(slot, table, parts)
-            return
-        if len(table) != len(parts):
-            raise ProtocolFault("an answer with slabs of another number than its requests")
-        leases = {row for row, _, _, _ in self._ring.leases(slot)}
-        for (row, status), part in zip(table, parts, strict=True):
-            if row in leases:
-                self._answer_lease(slot, row, status, part)
-
-    def _take_columns(self, slot: int, table: Sequence[tuple[int, int]], parts: Sequence[Any]) -> None:
-        rows = self._ring.batch_rows(slot)
-        _, outputs = self._columns.get(slot) or self._open_slot(slot)
-        if len(parts) != len(outputs) + len(table):
-            raise ProtocolFault("an answer with columns of another number than the model's outputs")
-        columns = list(zip(outputs, parts[: len(outputs)], strict=True))
-        for (_, row_bytes), part in columns:
-            if len(part) != rows * row_bytes:
-                raise ProtocolFault(f"a column of {len(part)} bytes instead of {rows * row_bytes}")
-        for (at, _), part in columns:
-            self._memory[at : at + len(part)] = part
-        if not table:
-            return
-        leases = {row for row, _, _, _ in self._ring.leases(slot)}
-        for (row, status), text in zip(table, parts[len(outputs) :], strict=True):
-            if row in leases:
-                self._answer_lease(slot, row, status or Kind.INTERNAL.value, text)
-
-    def _answer_lease(self, slot: int, row: int, status: int, data: Any) -> None:
-        ring, nbytes = self._ring, len(data)
-        offset = ring.allocate_slab(nbytes) if nbytes else 0
-        if offset:
-            ring.slab(offset, nbytes, True)[:] = data
-        else:
-            nbytes, status = 0, status or Kind.RESOURCE_EXHAUSTED.value
-        ring.answer_lease(slot, row, status, offset, nbytes)
 
     def _lost(self, peer: RemotePeer, reason: str) -> None:
         flights, peer.flights = list(peer.flights.values()), {}
-        self.flying -= len(flights)
+        self._batches.flying -= len(flights)
         others = bool(self._connections.ready) or self._model.replacing
         for flight in flights:
             attempt = flight.attempt + 1
@@ -452,21 +341,26 @@ class RemoteRunner:
             if peer.flights and (now - peer.head_s) * 1000 > self._limit_ms:
                 number = next(iter(peer.flights))
                 hung = peer.flights.pop(number)
-                self.flying -= 1
+                self._batches.flying -= 1
                 self._fail(hung.slot, Kind.DEADLINE_EXCEEDED.value, LATE.format(self._limit_ms))
                 self._connections.drop(peer, f"a batch ran longer than run_timeout_ms {self._limit_ms}")
 
-    def _open_slot(self, slot: int) -> tuple[list[Span], list[Span]]:
-        spans = [
-            [self._ring.column_span(slot, number, output) for number in range(len(specs))]
-            for specs, output in ((self._model.inputs, False), (self._model.outputs, True))
-        ]
-        self._columns[slot] = spans[0], spans[1]
-        return self._columns[slot]
+    def _tell_who_waits(self, now: float) -> None:
+        """Tell workers which requests of their batches still wait, where others have left. Short batches are
+        over before that would help."""
+        for peer in list(self._connections.peers.values()):
+            for flight in list(peer.flights.values()):
+                if now - flight.sent_s < LOOK_AFTER_S or peer.identity not in self._connections.peers:
+                    continue
+                table = [lease[:2] for lease in self._ring.leases(flight.slot)]
+                if len(table) < flight.requests:
+                    flight.requests = len(table)
+                    message = WireMessage(MessageKind.WAITING, flight.number, table=table)
+                    self._connections.send(peer, message.pack())
 
     def close(self) -> None:
         """Let go of the arena's memory."""
-        self._memory.release()
+        self._batches.close()
 
     def _report(self) -> None:
         """Send the owner who the workers are, and what each has done since the last time."""
@@ -543,7 +437,8 @@ def _send_batches(
         wanting, rare = runner.take(), False
         if not connections.quiet:
             continue
-        left_s = min(max(connections.next_beat_s - time.monotonic(), 0.0), SLICE_S)
+        longest_s = LOOK_AFTER_S if runner.flying else SLICE_S
+        left_s = min(max(connections.next_beat_s - time.monotonic(), 0.0), longest_s)
         if wanting:
             slot = ring.take_or_wait(0, int(left_s * 1e9))
             if slot >= 0:

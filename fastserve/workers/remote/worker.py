@@ -18,16 +18,27 @@ import logging
 import os
 import signal
 import socket as sockets
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fastserve
+from fastserve._ext.remote_batches import (
+    COPIED_BYTES,
+    PROTOCOL,
+    IncomingBatches,
+    MessageKind,
+    ProtocolFault,
+    WireMessage,
+    read_messages,
+)
 from fastserve.backends import Backend, create
 from fastserve.backends.base import SupportsSignatures, check_capabilities, write_specs
+from fastserve.backends.cancellation import refresh_with
 from fastserve.backends.model_errors import explain, kind_of
 from fastserve.errors import ConfigError, Kind
 from fastserve.util.logs import raw_trace
@@ -39,25 +50,21 @@ from fastserve.workers.remote.connections import MISSED, QUEUED_MESSAGES
 from fastserve.workers.remote.files import fetch_folder
 from fastserve.workers.remote.keys import SideKey, import_zmq, secure_worker
 from fastserve.workers.remote.protocol import (
-    COPIED_BYTES,
-    PROTOCOL,
     Failure,
     FileRequest,
     Go,
     Hello,
     LoadedModel,
-    MessageKind,
-    ProtocolFault,
     Welcome,
-    WireMessage,
     Words,
     pack_message,
     read_body,
-    read_messages,
     receive_frames,
 )
 
 log = logging.getLogger(__name__)
+Part = bytes | bytearray | memoryview
+BatchLease = tuple[int, int]  # of a request in this process's arena, and its rows
 
 RETRY_S = 0.2
 TURN_S = 0.25  # between two looks whether it was told to stop
@@ -89,39 +96,77 @@ class LoadFailed(Exception):
     """The version cannot be run here: this process ends, and another may try."""
 
 
+class RunningWatch:
+    """The messages that come while a model runs, if the model asks who still waits: it may ask in any thread,
+    and libzmq's sockets are one thread's at a time."""
+
+    def __init__(self, receive: Callable[[], None]) -> None:
+        self._receive, self._lock, self._begun = receive, threading.Lock(), False
+        refresh_with(self._look)
+
+    def __enter__(self) -> None:
+        self._begun = True
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:  # who looks just now has the socket
+            self._begun = False
+
+    def _look(self) -> None:
+        with self._lock:
+            if self._begun:
+                self._receive()
+
+
 class LocalArena:
     """An arena of this process alone, of which it is the front and the worker."""
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], *, dense: bool) -> None:
         geometry = plan_geometry(config, backend.inputs, backend.outputs, parted=not dense)
-        self._arena = Arena.create(geometry)
-        self._front, self._ring = self._arena.ring(front=0), self._arena.ring(worker=0)
-        self._memory = memoryview(self._arena.memory)
-        self._runner: Runner = make_runner(WorkerContext(self._arena, self._ring, backend, config))
-        self._inputs, self._outputs = len(backend.inputs), len(backend.outputs)
-        self._spans: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-        self._finish: Callable[[], None] = getattr(self._runner, "drain", lambda: None)
-        self._held: deque[tuple[Any, list[tuple[int, int]]]] = (
-            deque()
-        )  # outputs on their way, and their leases
-        self.dense = geometry.dense
-        warm_up(self._runner, self._arena, backend, config)
+        arena = self._arena = Arena.create(geometry)
+        front, self._ring = arena.ring(front=0), arena.ring(worker=0)
+        self._front, self.dense = front, geometry.dense
+        sizes = len(backend.inputs), len(backend.outputs)
+        self._batches = IncomingBatches(front, memoryview(arena.memory), *sizes, dense=geometry.dense)
+        self._runner: Runner = make_runner(WorkerContext(arena, self._ring, backend, config))
+        self._finish: Callable[[], None] | None = getattr(self._runner, "drain", None)
+        self._held: deque[tuple[Any, list[BatchLease]]] = deque()  # outputs on their way, and their leases
+        self._running, self._number = list[BatchLease](), 0  # the leases of the batch that runs or ran last
+        warm_up(self._runner, arena, backend, config)
 
-    def run(self, batch: WireMessage) -> tuple[WireMessage, list[tuple[int, int]]]:
-        """Run one batch; returns its answer, and the leases to be released once that was sent. Raises
-        ProtocolFault."""
-        leases, wanted = self._put(batch.rows, batch.table, batch.parts)
+    def run(self, batch: WireMessage, watch: RunningWatch) -> tuple[list[Part], list[BatchLease]]:
+        """Run one batch, as long as `watch` hears who still waits; returns the frames of its answer, and the
+        leases to be released once that was sent. Raises ProtocolFault."""
+        leases = self._batches.put(batch)
         slot = leases[0][0] >> 16
+        if self._batches.notes:
+            self._note_traces(slot)
         if self._ring.take() != slot:
             raise ProtocolFault("a batch that did not come to be one of its own")
-        answer(self._ring, self._runner, slot)
-        self._finish()
-        _, _, run_ns, ran_ns, _ = self._front.times_ns(slot)
-        found = WireMessage(MessageKind.ANSWER, batch.batch, batch.rows, ran_ns=max(ran_ns - run_ns, 0))
-        self._collect(found, slot, wanted)
-        return found, wanted
+        self._running, self._number = leases, batch.batch
+        with watch:
+            answer(self._ring, self._runner, slot)
+            if self._finish is not None:
+                self._finish()
+        return self._batches.collect(batch, slot, leases), leases
 
-    def release(self, leases: Sequence[tuple[int, int]]) -> None:
+    def keep(self, number: int, waiting: Collection[int], arrived: Iterable[WireMessage]) -> None:
+        """Of this batch, which runs or has arrived, only requests with these first rows still wait. One that
+        was answered already is over."""
+        if number == self._number:
+            self._leave(waiting)
+        for batch in arrived:
+            if batch.batch == number and batch.kind is MessageKind.BATCH:
+                kept = [at for at, (row, _) in enumerate(batch.table) if row in waiting]
+                if not self.dense and len(batch.parts) >= len(batch.table):
+                    batch.parts = [*(batch.parts[at] for at in kept), *batch.parts[len(batch.table) :]]
+                batch.table = [batch.table[at] for at in kept]
+
+    def _leave(self, waiting: Collection[int]) -> None:
+        for lease in [lease for lease in self._running if lease[0] & 0xFFFF not in waiting]:
+            if self._front.drop(*lease):
+                self._running.remove(lease)
+
+    def release(self, leases: Sequence[BatchLease]) -> None:
         """Release a batch whose answer was sent."""
         for lease, rows in leases:
             self._front.release(lease, rows)
@@ -130,7 +175,7 @@ class LocalArena:
         """Read what the ring says of batches that are done, which `run` knows: it keeps only so much."""
         self._front.drain()
 
-    def release_sent(self, tracker: Any, leases: list[tuple[int, int]]) -> None:
+    def release_sent(self, tracker: Any, leases: list[BatchLease]) -> None:
         """Release a batch whose answer is on its way, once it has been sent."""
         self._held.append((tracker, leases))
         while self._held and (self._held[0][0] is None or self._held[0][0].done):
@@ -140,101 +185,14 @@ class LocalArena:
         """Close the arena."""
         getattr(self._runner, "close", lambda: None)()
         self._held.clear()
-        self._memory.release()
+        self._batches.close()
         self._arena.close()
 
-    def _put(
-        self, rows: int, table: Sequence[tuple[int, int]], parts: Sequence[Any]
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Write a batch as a front would. Each request is a lease, and so is what lies between them: here,
-        too, nobody waits for rows whose caller has left. Returns all leases, and those of requests."""
-        if not 1 <= rows <= self._ring.max_rows or not table or len(table) > rows:
-            raise ProtocolFault(f"a batch of {rows} rows")
-        if len(parts) != (self._inputs if self.dense else len(table)):
-            raise ProtocolFault(
-                "a batch with parts of another number than its model's inputs, or its requests"
-            )
-        spans, at = [], 0
-        for row, count in table:
-            if row < at or count < 1 or row + count > rows:
-                raise ProtocolFault("a table of requests that overlap, or lie outside of their batch")
-            if row > at:
-                spans.append((at, row - at))
-            spans.append((row, count))
-            at = row + count
-        if at < rows:
-            spans.append((at, rows - at))
-        leases = self._reserve(spans)
-        wanted = leases if len(spans) == len(table) else [leases[spans.index(entry)] for entry in table]
+    def _note_traces(self, slot: int) -> None:
         try:
-            self._write(leases[0][0] >> 16, rows, wanted, parts)
-        except BaseException:
-            for lease, count in leases:
-                self._front.abandon(lease, count)
-            raise
-        for lease, count in leases:
-            self._front.commit(lease, count)
-        if wanted is not leases:
-            for lease, count in set(leases).difference(wanted):
-                self._front.drop(lease, count)
-        self._front.seal(leases[0][0])
-        return leases, wanted
-
-    def _reserve(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        leases = []
-        for row, count in spans:
-            lease = self._front.reserve(count)
-            if lease < 0 or lease & 0xFFFF != row:
-                raise ProtocolFault("a batch that does not fit into a slot, or while none is free")
-            leases.append((lease, count))
-        return leases
-
-    def _write(self, slot: int, rows: int, wanted: Sequence[tuple[int, int]], parts: Sequence[Any]) -> None:
-        if not self.dense:
-            for (lease, _), part in zip(wanted, parts, strict=True):
-                self._attach(lease, part)
-            return
-        inputs, _ = self._columns(slot)
-        for (at, row_bytes), part in zip(inputs, parts, strict=True):
-            if len(part) != rows * row_bytes:
-                raise ProtocolFault(f"a column of {len(part)} bytes for {rows} rows of {row_bytes}")
-            self._memory[at : at + len(part)] = part
-
-    def _columns(self, slot: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Where the input and the output columns of a slot begin, and the bytes of a row of each."""
-        found = self._spans.get(slot)
-        if found is None:
-            found = self._spans[slot] = (
-                [self._ring.column_span(slot, number, False) for number in range(self._inputs)],
-                [self._ring.column_span(slot, number, True) for number in range(self._outputs)],
-            )
-        return found
-
-    def _attach(self, lease: int, part: Any) -> None:
-        offset = self._front.allocate_slab(len(part)) if len(part) else 0
-        if not offset:
-            raise ProtocolFault("a request without tensors, or of more than fit here")
-        self._front.slab(offset, len(part), True)[:] = part
-        self._front.attach_slab(lease, offset, len(part))
-
-    def _collect(self, found: WireMessage, slot: int, leases: list[tuple[int, int]]) -> None:
-        """Write an answer: of the slot's outputs, which it does not copy."""
-        front, failed = self._front, self._front.failure(slot)
-        if failed is not None:
-            found.word, found.parts = failed[0], [failed[1].encode("utf-8", "replace")]
-            return
-        statuses = [(lease, front.lease_status(lease)) for lease, _ in leases]
-        parts: list[Any] = []
-        if self.dense:
-            _, outputs = self._columns(slot)
-            parts = [self._memory[at : at + found.rows * row_bytes] for at, row_bytes in outputs]
-            statuses = [(lease, status) for lease, status in statuses if status]
-        found.table = [(lease & 0xFFFF, status) for lease, status in statuses]
-        found.parts = parts + [self._slab(lease) for lease, _ in statuses]
-
-    def _slab(self, lease: int) -> Any:
-        offset, nbytes = self._front.answer_slab(lease)
-        return self._front.slab(offset, nbytes) if offset else b""
+            self._arena.traces.write_packed(0, slot, self._front.seq(slot), bytes(self._batches.notes))
+        except ValueError as fault:
+            raise ProtocolFault(str(fault)) from None
 
 
 @dataclass(slots=True)
@@ -266,6 +224,8 @@ class RemoteWorker:
         self._context = self._zmq.Context()
         self._socket: Any = None
         self._arrived: deque[WireMessage] = deque()
+        self._fault: Exception | None = None  # of what came while it ran
+        self._running = RunningWatch(self._receive_meanwhile)
         self._monitor: Any = None
         self._loaded: LoadedVersion | None = None
         self._silence_s = ANSWER_S
@@ -328,6 +288,7 @@ class RemoteWorker:
 
     def _close_socket(self) -> None:
         self._arrived.clear()
+        self._fault = None
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close()  # after its linger: what was sent last may be on its way
@@ -342,11 +303,13 @@ class RemoteWorker:
         while True:
             if self._stopping:
                 raise SessionEnded("it was told to stop")
+            if self._fault is not None:
+                raise self._fault
             if self._arrived:
                 message = self._arrived.popleft()
             else:
                 try:
-                    self._arrived.extend(read_messages(receive_frames(self._socket, 0)))  # waits for TURN_S
+                    self._take(receive_frames(self._socket, 0))  # waits for TURN_S
                 except self._zmq.Again:
                     if time.monotonic() >= until:
                         raise SessionEnded(self._silence()) from None
@@ -361,6 +324,28 @@ class RemoteWorker:
                     f"the server said: {read_body(message, Words).reason}", ANSWER_S if refused else RETRY_S
                 )
             return message
+
+    def _take(self, frames: Sequence[Any]) -> None:
+        """Keep messages for later, but for what they say of batches that have come. Raises ProtocolFault."""
+        for message in read_messages(frames):
+            if message.kind is MessageKind.WAITING:
+                self._leave(message)
+            else:
+                self._arrived.append(message)
+
+    def _receive_meanwhile(self) -> None:
+        """Take what has come while the model runs. PINGs of a worker that runs need no answer."""
+        while self._fault is None:
+            try:
+                self._take(receive_frames(self._socket, self._zmq.NOBLOCK))
+            except self._zmq.Again:
+                return
+            except ProtocolFault as fault:  # not the model's: raised once it has run
+                self._fault = fault
+
+    def _leave(self, told: WireMessage) -> None:
+        if self._loaded is not None and self._loaded.arena is not None:
+            self._loaded.arena.keep(told.batch, {row for row, _ in told.table}, self._arrived)
 
     def _silence(self) -> str:
         """Say why nobody has answered, by what happened to the connection."""
@@ -407,7 +392,7 @@ class RemoteWorker:
         return self._receive(self._silence_s)
 
     def _answer_batches(self, arena: LocalArena, limit_ms: int, most_bytes: int) -> None:
-        answers, since_s, alarm_s = list[bytes](), 0.0, 0.0
+        answers, since_s, alarm_s = list[Part](), 0.0, 0.0
         while True:
             batch = self._next_batch(answers)
             now = time.monotonic()
@@ -416,16 +401,15 @@ class RemoteWorker:
                 signal.setitimer(signal.ITIMER_REAL, limit_ms / 1000 + WATCHDOG_S)
                 alarm_s = now + ALARM_S
             try:
-                found, leases = arena.run(batch)
+                frames, leases = arena.run(batch, self._running) if batch.table else (_left(batch), [])
             except ProtocolFault:
                 self._drop_arena()  # with what was half written into it
                 raise
-            del batch
-            frames = found.pack()
             if len(frames) > 1 and sum(map(len, frames)) > most_bytes:
-                frames = _too_large(found, most_bytes).pack()
+                frames = _too_large(batch, most_bytes)
+            del batch
             if len(frames) == 1:
-                answers += frames
+                answers.append(frames[0])
                 arena.release(leases)
             else:
                 arena.release_sent(self._send(frames, copy=False), leases)
@@ -436,7 +420,7 @@ class RemoteWorker:
                 self._send_joined(answers)
                 arena.forget()
 
-    def _next_batch(self, answers: list[bytes]) -> WireMessage:
+    def _next_batch(self, answers: list[Part]) -> WireMessage:
         try:
             message = self._receive_late()
         except SessionEnded:
@@ -446,7 +430,7 @@ class RemoteWorker:
             raise ProtocolFault(f"{message.kind.name} while it was ready")
         return message
 
-    def _send_joined(self, answers: list[bytes]) -> None:
+    def _send_joined(self, answers: list[Part]) -> None:
         """Send the answers that were held, in frames of a bounded size."""
         first, nbytes = 0, 0
         for number, one in enumerate(answers, 1):
@@ -540,7 +524,15 @@ class RemoteWorker:
             log.exception("the model failed to close")
 
 
-def _too_large(found: WireMessage, most_bytes: int) -> WireMessage:
+def _left(batch: WireMessage) -> list[Part]:
+    """Answer a batch whose clients have left before it could run."""
+    return _failed(batch, Kind.CANCELLED, "nobody waits for it any more")
+
+
+def _too_large(batch: WireMessage, most_bytes: int) -> list[Part]:
     text = f"the outputs of this batch have more than {most_bytes >> 20} MB (max_answer_mb of placement)"
-    status = Kind.RESOURCE_EXHAUSTED.value
-    return WireMessage(MessageKind.ANSWER, found.batch, found.rows, status, parts=[text.encode()])
+    return _failed(batch, Kind.RESOURCE_EXHAUSTED, text)
+
+
+def _failed(batch: WireMessage, kind: Kind, text: str) -> list[Part]:
+    return WireMessage(MessageKind.ANSWER, batch.batch, batch.rows, kind.value, parts=[text.encode()]).pack()

@@ -97,7 +97,7 @@ def test_a_response_comes_as_it_was_sent(repeated: bool) -> None:
     x, y = (Tensor(DTYPES["float32"], (1, 1), data) for data in (b"1234", b"5678"))
     told = [("x", x), ("y", y), ("x", y)]
     response = InferResponse({"x": x, "y": y}, parameters={"a": 1}, repeated=told if repeated else ())
-    came, times, _ = unpack_reply(laid(pack_response(response, [1, 2, 3])))
+    came, times = unpack_reply(laid(pack_response(response, [1, 2, 3])))
     assert (times, came.parameters) == ([1, 2, 3], {"a": 1})
     assert plain(came.outputs) == plain(response.outputs)
     assert [name for name, _ in came.in_order()] == [name for name, _ in response.in_order()]

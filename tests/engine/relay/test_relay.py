@@ -32,6 +32,10 @@ TENSOR = {"dtype": "uint8", "shape": [-1]}
 CONFIG = {"backend": "python", "inputs": {"x": TENSOR}, "outputs": {"y": TENSOR}, "max_batch_size": 4}
 
 
+async def no_model(name: str) -> None:
+    raise AssertionError(f"nobody wants {name}")
+
+
 class HeldScheduler(Scheduler):
     """Answers with the input `times` times, once `gate` is open."""
 
@@ -75,7 +79,7 @@ class Relay:
         message, fds = self.owner.describe()
         self.front = RelayChannel.join(message, [os.dup(fd) for fd in fds])
         self.engine = Engine(Catalog())
-        self.relay_server = RelayServer(self.owner, self.engine, {KEY: self.version}.get)
+        self.relay_server = RelayServer(self.owner, self.engine, {KEY: self.version}.get, no_model)
         self.client = RelayClient(self.front)
         self.scheduler = RelayScheduler(self.client, KEY)
         self.relay_server.open()

@@ -21,17 +21,29 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": Fal
 
 
 class RayNodes:
-    """The cluster's process. `address` is that of its head, a node named "head" that has one CPU."""
+    """The cluster's process. `address` is that of its head, a node named "head" that has one CPU.
+
+    It is nobody's child, as a machine of a cluster is: the process of the tests adopts orphans of its
+    descendants while it has one forked (tests/warm.py), and workers of Ray's actors are such orphans."""
 
     def __enter__(self) -> RayNodes:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.workers.remote.cluster"],
+            [
+                "sh",
+                "-c",
+                'exec 3<&0; "$@" <&3 3<&- &',
+                "sh",
+                sys.executable,
+                "-m",
+                "tests.workers.remote.cluster",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
             start_new_session=True,
         )
+        self._process.wait()
         self.address = self._answer()
         return self
 
@@ -48,11 +60,10 @@ class RayNodes:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+        assert self._process.stdout is not None
         try:
-            self._process.wait(WAIT_S)
+            assert not self._answer(), "the cluster has ended"
         finally:
-            self._process.kill()
-            assert self._process.stdout is not None
             self._process.stdout.close()
 
     def _ask(self, line: str) -> None:

@@ -7,36 +7,52 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 import fastserve
+from fastserve._ext.remote_batches import PROTOCOL, MessageKind, WireMessage, read_messages
 from fastserve.backends.base import write_specs
 from fastserve.tensor import DTYPES, TensorSpec
 from fastserve.workers.arena import Arena, plan_geometry
+from fastserve.workers.process import worker_environment
 from fastserve.workers.remote.connections import WorkerConnections
 from fastserve.workers.remote.keys import SideKey, secure_worker
 from fastserve.workers.remote.main import WorkerOrder
-from fastserve.workers.remote.protocol import (
-    PROTOCOL,
-    Hello,
-    LoadedModel,
-    MessageKind,
-    Welcome,
-    WireMessage,
-    pack_message,
-    read_messages,
-)
+from fastserve.workers.remote.protocol import Hello, LoadedModel, Welcome, pack_message
 from fastserve.workers.remote.runner import RemoteRunner, RemoteVersion
 from fastserve.workers.remote.supervisor import SupervisedWorker
+from tests import warm
 
 WAIT_S = 30.0
 SPEC = TensorSpec("x", DTYPES["float32"], (2,))
+
+
+class WarmRemoteWorker(SupervisedWorker):
+    """A remote worker that starts warm (tests/warm.py); one that is given a key's content does not."""
+
+    def start(self) -> int:
+        environment = worker_environment(0, {})
+        zygote = warm.ZYGOTES.find(environment)
+        if zygote is None or self._key:
+            return super().start()
+        ours, theirs = socket.socketpair()
+        with theirs, open(os.devnull, "rb") as null:
+            order = {
+                "module": self._entry[-1], "arguments": [], "environment": environment, "session": True,
+                "more": [msgspec.json.encode(self.order).decode()],
+            }  # fmt: skip
+            pid = zygote.start(order, [null.fileno(), 2, 2, theirs.fileno()])
+        process: Any = warm.WarmProcess(pid, self._entry)
+        self._popen, self._tie, self._began_s = process, ours, time.monotonic()
+        return os.pidfd_open(pid)
 
 
 class Machine:
@@ -49,7 +65,7 @@ class Machine:
 
     def start(self, count: int = 1) -> list[SupervisedWorker]:
         """Start workers, which connect by themselves."""
-        made = [SupervisedWorker(self._order) for _ in range(count)]
+        made = [WarmRemoteWorker(self._order) for _ in range(count)]
         for worker in made:
             self._workers[worker] = worker.start()
         return made

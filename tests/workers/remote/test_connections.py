@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import zmq
 
+from fastserve._ext.remote_batches import (
+    PROTOCOL,
+    MessageKind,
+    RemoteBatch,
+    WireMessage,
+    read_messages,
+)
 from fastserve.errors import ConfigError
 from fastserve.settings.model_options import read_address
 from fastserve.workers.remote import connections as hubs
-from fastserve.workers.remote.connections import RemoteBatch, WorkerConnections
+from fastserve.workers.remote.connections import WorkerConnections
 from fastserve.workers.remote.keys import make_keys, read_key, write_keys
-from fastserve.workers.remote.protocol import (
-    Failure,
-    MessageKind,
-    WireMessage,
-    Words,
-    pack_message,
-    read_body,
-    read_messages,
-)
+from fastserve.workers.remote.protocol import Failure, Words, pack_message, read_body
 from tests.workers.remote.rig import Player, answer, bench, damaged, floats, welcome
 
 (HELLO,) = WireMessage(MessageKind.HELLO).pack()
@@ -80,7 +79,7 @@ def test_a_worker_of_another_protocol_is_told_why(connections: WorkerConnections
     frame[4] = 7
     player.send([bytes(frame), b"whatever it says in that version"])
     assert (
-        "protocol 7, and 2 is spoken here"
+        f"protocol 7, and {PROTOCOL} is spoken here"
         in read_body(player.expect(connections, MessageKind.REFUSED), Words).reason
     )
 
@@ -325,7 +324,7 @@ def test_a_worker_gets_as_many_batches_as_take_two_milliseconds() -> None:
                 it.until(lambda: not it.runner.flying)
                 assert it.result(lease) == floats([2, 4])
             while it.runner.room:
-                peer.flights[-len(peer.flights)] = RemoteBatch(0, 0, 0, 0.0)
+                peer.flights[-len(peer.flights)] = RemoteBatch(0, 0, 0, 0.0, 1)
             assert len(peer.flights) == most
             peer.flights.clear()
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fastserve._ext.remote_batches import ProtocolFault
 from fastserve.workers.remote.files import ShippedFile, ShippedFolder, check_path, fetch_folder
-from fastserve.workers.remote.protocol import PIECE_BYTES, FileRequest, ProtocolFault
+from fastserve.workers.remote.protocol import PIECE_BYTES, FileRequest
 
 
 def make(folder: Path) -> ShippedFolder:

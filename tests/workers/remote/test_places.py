@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fastserve._ext.remote_batches import MessageKind
 from fastserve.errors import ConfigError
 from fastserve.repository.check import explain
 from fastserve.settings import Settings
@@ -29,7 +30,7 @@ from fastserve.workers.remote.places import (
     WorkerLaunch,
     WorkerPlaces,
 )
-from fastserve.workers.remote.protocol import MessageKind, pack_message
+from fastserve.workers.remote.protocol import pack_message
 from tests.server.rig import write_model
 from tests.workers.remote.rig import Player, answer, bench, floats, welcome
 

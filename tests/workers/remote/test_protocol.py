@@ -3,71 +3,38 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fastserve.workers.remote import protocol
-from fastserve.workers.remote.protocol import (
+from fastserve._ext.remote_batches import (
     COPIED_BYTES,
-    HEADER_BYTES,
     MOST_JOINED,
-    Go,
-    Hello,
+    PROTOCOL,
     MessageKind,
     ProtocolFault,
     WireMessage,
-    batch_number,
-    pack_message,
-    read_body,
     read_messages,
+    read_protocol,
 )
+from fastserve.workers.remote.protocol import BODY_BYTES, Go, Hello, pack_message, read_body
 from tests.workers.remote.rig import damaged
-
-U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-PARTS = st.lists(st.one_of(st.binary(max_size=9), st.just(bytes(COPIED_BYTES // 2))), max_size=4)
-MESSAGES = st.builds(
-    WireMessage,
-    *(st.sampled_from(MessageKind), U64, U32, U32, U64, st.lists(st.tuples(U32, U32), max_size=3), PARTS),
-)
-
-
-@given(MESSAGES)
-def test_a_message_is_read_as_it_was_packed(message: WireMessage) -> None:
-    frames = message.pack()
-    assert len(frames) == (1 if sum(map(len, message.parts)) < COPIED_BYTES else 1 + len(message.parts))
-    assert frames[0][HEADER_BYTES:] or not (message.table or message.parts)
-    assert read_messages([memoryview(frame) for frame in frames]) == [message]
-
-
-@given(
-    st.lists(
-        MESSAGES.filter(lambda message: sum(map(len, message.parts)) < COPIED_BYTES), min_size=1, max_size=5
-    )
-)
-def test_messages_of_one_frame_are_read_one_after_the_other(messages: list[WireMessage]) -> None:
-    frame = b"".join(frame for message in messages for frame in message.pack())
-    assert read_messages([memoryview(frame)]) == messages
-
-
-@given(MESSAGES, st.data())
-def test_any_bytes_are_read_or_refused(message: WireMessage, data: st.DataObject) -> None:
-    frames = [bytearray(frame) for frame in message.pack()]
-    for _ in range(data.draw(st.integers(1, 3))):
-        frame = data.draw(st.sampled_from([frame for frame in frames if frame]))
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        found = read_messages([memoryview(frame) for frame in frames])
-    except ProtocolFault:
-        return
-    assert b"".join(frame for one in found for frame in one.pack()) == b"".join(frames)
 
 
 def test_a_message_of_another_protocol_says_so() -> None:
     packed = bytearray(WireMessage(MessageKind.HELLO).pack()[0])
     packed[4] = 9
-    with pytest.raises(ProtocolFault, match="protocol 9; protocol 2 is spoken here"):
+    with pytest.raises(ProtocolFault, match=f"protocol 9; protocol {PROTOCOL} is spoken here"):
         read_messages([bytes(packed)])
-    assert protocol.read_protocol(bytes(packed)) == 9
+    assert read_protocol(bytes(packed)) == 9
+
+
+def test_a_body_that_is_too_long_is_not_read() -> None:
+    body = b'{"dense":true}'
+    for padding, fits in ((BODY_BYTES - len(body), True), (BODY_BYTES - len(body) + 1, False)):
+        message = WireMessage(MessageKind.GO, parts=[body + b" " * padding])
+        if fits:
+            assert read_body(message, Go) == Go(True)
+        else:
+            with pytest.raises(ProtocolFault, match="a body that is too long"):
+                read_body(message, Go)
 
 
 def test_a_message_is_read_only_with_the_bytes_that_were_announced() -> None:
@@ -104,8 +71,3 @@ def test_a_body_is_read_only_as_what_it_is() -> None:
     (long,) = read_messages(pack_message(MessageKind.HELLO, Hello("x" * 65, 1, "n", 1)))
     with pytest.raises(ProtocolFault):
         read_body(long, Hello)
-
-
-def test_numbers_of_batches_differ_by_generation_slot_and_attempt() -> None:
-    numbers = {batch_number(g, s, a) for g in (1, 2, 2**32 + 3) for s in (0, 1, 255) for a in (0, 1)}
-    assert len(numbers) == 18
