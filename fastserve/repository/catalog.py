@@ -2,7 +2,8 @@
 
 A lookup is a dict access or two, since every request makes one. Changes come only from the repository (or
 from the replica of it in another process), through `move` and `put`. A PartialCatalog has the models of a
-whole one whose names fit, for clients who may use no others.
+whole one whose names fit, for clients who may use no others; a TrafficCatalog has the models of another one
+for requests whose versions were drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Protocol
 from weakref import WeakSet
 
 from fastserve.errors import Kind, Reason, ServeError, server_starting
-from fastserve.repository.version import TRANSITIONS, Model, Version, VersionState
+from fastserve.repository.version import TRANSITIONS, Model, Version, VersionState, sort_arms
+from fastserve.util.model_demand import refuse_or_demand
 from fastserve.util.rate_limited_log import run_all
 
 
@@ -27,6 +29,10 @@ class Catalog:
         self.on_change: list[Callable[[Version], None]] = []
         self.on_blame: list[Callable[[Model], None]] = []
         """Told of a model whose folder or config is at fault, or is so no more."""
+        self.on_rules: list[Callable[[], None]] = []
+        """Called when rules of models, their labels or their versions may have changed."""
+        self.on_renewed: list[Callable[[Version], None]] = []
+        """Get an available version whose scheduler is another one now."""
         self._starting: dict[str, bool] = {}
         self.parts: WeakSet[PartialCatalog] = WeakSet()
 
@@ -44,7 +50,7 @@ class Catalog:
         return self._starting.pop(name, None) is not None
 
     def available(self, name: str, number: int | None = None) -> Version | None:
-        """Return the available version of that number, or the highest one for None."""
+        """Return the available version of that number, or the latest one for None."""
         model = self.models.get(name)
         if model is None:
             return None
@@ -54,16 +60,24 @@ class Catalog:
         return version if version is not None and version.state is VersionState.AVAILABLE else None
 
     def ready(self, name: str, number: int | None = None) -> bool:
-        """Return whether `available` finds a version that has a worker able to answer."""
+        """Return whether `available` finds a version that has a worker able to answer, or the version is
+        loaded on demand."""
         version = self.available(name, number)
-        return version is not None and not version.down
+        if version is not None:
+            return not version.down
+        model = self.models.get(name)
+        return model is not None and model.waits_for_demand and (number is None or number in model.versions)
 
     def explain_absence(self, *names: str) -> None:
         """Raise the ServeError of a model that was looked up in vain, under any of these names, where it is
-        not NOT_FOUND: UNAVAILABLE while the server's start has not loaded it, or failed to."""
+        not NOT_FOUND: UNAVAILABLE while the server's start has not loaded it, or failed to; or ModelDemand
+        for one that is loaded on demand."""
         for name in names:
             if name in self.starting:
                 raise server_starting(name)
+            model = self.models.get(name)
+            if model is not None and model.on_demand and model.latest is None:
+                refuse_or_demand(name)
 
     def allows(self, name: str) -> bool:
         """Return whether the client may use a model of this name, if there is one."""
@@ -119,11 +133,24 @@ class Catalog:
             version.end()
         self._changed(version)
 
+    def settle_rules(self, model: Model) -> None:
+        """Take over the model's rules, labels and available versions."""
+        model.latest = model.find_default()
+        self.tell_rules()
+
+    def tell_rules(self) -> None:
+        """Notify who follows the rules of models."""
+        run_all(list(self.on_rules), lambda callback: callback())
+
+    def renew(self, version: Version) -> None:
+        """Have what is kept of an available version forgotten: it has another scheduler."""
+        parts = [told for part in self.parts for told in part.on_renewed]
+        run_all([*self.on_renewed, *parts], lambda callback: callback(version))
+
     def _changed(self, version: Version) -> None:
         model = self.models.get(version.model)
         if model is not None:
-            found = model.available()
-            model.latest = found[-1] if found else None
+            self.settle_rules(model)
         listeners = [*self.on_change, *(told for part in self.parts for told in part.listeners_of(version))]
         # A listener's fault must not stop a load half way.
         run_all(listeners, lambda callback: callback(version))
@@ -138,7 +165,7 @@ class PartialCatalog(Catalog):
 
     def __init__(self, whole: Catalog, patterns: Sequence[str]) -> None:
         super().__init__()
-        self._whole = whole
+        self.whole, self.patterns = whole, patterns
         self._fits = re.compile("|".join(map(translate, patterns))).match
         for model in whole.models.values():
             self.list_model(model)
@@ -149,7 +176,7 @@ class PartialCatalog(Catalog):
 
     @property
     def starting(self) -> Mapping[str, bool]:
-        return {name: may_write for name, may_write in self._whole.starting.items() if self.allows(name)}
+        return {name: may_write for name, may_write in self.whole.starting.items() if self.allows(name)}
 
     def explain_absence(self, *names: str) -> None:
         self.check_allowed(*names)
@@ -170,6 +197,31 @@ class PartialCatalog(Catalog):
         return self.on_change if self.allows(version.model) else []
 
 
+class TrafficCatalog(PartialCatalog):
+    """The models of a part of the whole catalog, for requests that were drawn: where they name no version,
+    they get the one that was drawn for their model.
+
+    While that one is not available, or has no worker that answers, they get the one of the largest weight
+    that is, and the latest one where there is none."""
+
+    def __init__(self, whole: Catalog, patterns: Sequence[str], arms: Mapping[str, str]) -> None:
+        """`arms` are keys of `traffic`, by model."""
+        super().__init__(whole, patterns)
+        self._arms = arms
+
+    def available(self, name: str, number: int | None = None) -> Version | None:
+        if number is not None or name not in self._arms:
+            return super().available(name, number)
+        model = self.models.get(name)
+        if model is None:
+            return None
+        version = model.arm(self._arms[name])
+        if version is not None and not version.down:
+            return version
+        others = filter(None, map(model.arm, sort_arms(model.rules.traffic)))
+        return next((other for other in others if not other.down), version or model.latest)
+
+
 class VersionListener(Protocol):
     """Holds on to memory of versions, and releases it when they end."""
 
@@ -183,6 +235,7 @@ class VersionListeners:
     def __init__(self, catalog: Catalog) -> None:
         self._listeners: WeakSet[VersionListener] = WeakSet()
         catalog.on_change.append(self._version_changed)
+        catalog.on_renewed.append(self._forget)
 
     def add(self, listener: VersionListener) -> None:
         """Notify the listener when a version ends."""
@@ -190,8 +243,11 @@ class VersionListeners:
 
     def _version_changed(self, version: Version) -> None:
         if version.state is VersionState.END:
-            for listener in list(self._listeners):
-                listener.forget(version)
+            self._forget(version)
+
+    def _forget(self, version: Version) -> None:
+        for listener in list(self._listeners):
+            listener.forget(version)
 
 
 def labels_of(version: Version, output: str, catalog: Catalog) -> Sequence[str]:

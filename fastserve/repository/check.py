@@ -29,6 +29,7 @@ from fastserve.repository.layout import Layout, ModelFolder, repository_root
 from fastserve.repository.model_config import ModelConfig, build_signatures, build_specs
 from fastserve.repository.placement import AUTO, CPU, Placement, why_no_gpu
 from fastserve.repository.reconciler import no_version_text
+from fastserve.repository.single_model import MODEL_SETTINGS
 from fastserve.repository.triton_config.messages import config_schema
 from fastserve.repository.triton_config.reading import TRITON_FILE
 from fastserve.repository.version import Version, missing_versions, policy_text, wanted_versions
@@ -71,6 +72,8 @@ class Report:
 
     models: list[ModelReport]
     passed_over: list[str]
+    of_mlserver: list[str] = field(default_factory=list)
+    """Names of folders of MLServer among them."""
     loaded: bool = False
 
     @property
@@ -95,12 +98,17 @@ class Report:
     def text(self) -> str:
         """Return the whole report, a paragraph per model."""
         parts = ["\n".join(model.lines()) for model in self.models]
-        parts += [f"{name}: passed over, neither a config nor a numbered folder" for name in self.passed_over]
+        parts += [f"{name}: passed over, {self._why_not(name)}" for name in self.passed_over]
         served = sum(bool(model.versions) for model in self.models)
         faulty = sum(bool(model.problems) for model in self.models)
         seen = "were loaded" if self.loaded else "would be served, going by their files"
         parts.append(f"{served} model(s) {seen}, {faulty} with problems")
         return "\n\n".join(parts) + "\n"
+
+    def _why_not(self, name: str) -> str:
+        if name in self.of_mlserver:
+            return f"it holds {MODEL_SETTINGS}: `fastserve mlserver start` serves MLServer's folders"
+        return "neither a config nor a numbered folder"
 
 
 def explain(settings: RepositorySettings, ray: str = "") -> Report:
@@ -114,7 +122,11 @@ def explain(settings: RepositorySettings, ray: str = "") -> Report:
         raise ConfigError(f"repository: cannot be read: {fault.strerror}") from None
     reports = [_explain_model(folder) for _, folder in sorted(found.items())]
     _look_for_nodes(reports, found, ray)
-    return Report(reports, _passed_over(settings, found))
+    passed_over, root = _passed_over(settings, found), repository_root(settings.repository)
+    of_mlserver = [
+        name for name in passed_over if root is not None and (root / name / MODEL_SETTINGS).is_file()
+    ]
+    return Report(reports, passed_over, of_mlserver)
 
 
 def _look_for_nodes(reports: Iterable[ModelReport], found: Mapping[str, ModelFolder], ray: str) -> None:
@@ -151,6 +163,7 @@ def _explain_model(folder: ModelFolder) -> ModelReport:
     for label, number in config.labels.items():
         if number not in report.versions:
             report.problems.append(f"label {label}: points at version {number}, which would not be served")
+    report.problems += config.rules.find_problems(config.labels, report.versions)
     if config.fault:
         report.problems.append(config.fault)
         report.versions = []
@@ -197,6 +210,7 @@ def _facts(folder: ModelFolder, config: ModelConfig, report: ModelReport) -> lis
         facts += _signature_facts(config, inputs, outputs, report)
     if config.labels:
         facts.append("labels: " + ", ".join(f"{label} -> {n}" for label, n in config.labels.items()))
+    facts += config.rules.describe()
     return facts
 
 
@@ -260,8 +274,9 @@ def _runtime_problems(folder: Path, number: int, config: ModelConfig) -> list[st
     """Return why a text model's folder cannot run here: torch is needed by some, and may be missing."""
     if config.backend != "text":
         return []
+    options = config.text or TextOptions()
     try:
-        find_runtime(check_folder(folder), config.text or TextOptions())
+        find_runtime(folder, check_folder(folder, options), options)
     except (ConfigError, ServeError) as error:
         return [f"version {number}: {error}"]
     return []

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from fastserve.backends.llm.folder import read_json
 from fastserve.backends.registry import BACKENDS, TO_ONNX, BackendEntry, find_backend
 from fastserve.errors import ConfigError, install_text
 from fastserve.repository.mlflow_model import MLMODEL, MlflowModel, find_mlflow, holds_mlflow
@@ -44,6 +45,7 @@ OPERATION = (
     "load_timeout_s",
     "max_queue_bytes",
     "max_queue_rows",
+    "request_log",
     "restart_backoff_max_s",
     "restart_backoff_s",
     "run_timeout_ms",
@@ -267,10 +269,21 @@ def _recognises(entry: BackendEntry, numbered: Mapping[int, Path], root: Path) -
         and next(file.parent.glob(entry.weights_pattern), None) is None
     ):
         return False
+    if file is not None and entry.architectures:
+        return _has_architecture(file, entry.architectures)
     if file is None or not entry.class_name:
         return file is not None
     with file.open("rb") as stream:
         return entry.class_name.encode() in stream.read(PYTHON_BYTES)
+
+
+def _has_architecture(file: Path, endings: tuple[str, ...]) -> bool:
+    try:
+        told = read_json(file)
+    except ConfigError:
+        return False
+    names = told.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(endings) for name in names)
 
 
 def _with_class_labels(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -322,7 +335,7 @@ def _no_config(name: str, numbered: Mapping[int, Path]) -> str:
             "with backend: python and the inputs and outputs by name, dtype and shape"
         )
     told = [text for number in sorted(numbered) if (text := foreign_text(name, numbered[number]))]
-    files = " or ".join(entry.model_file for entry in BACKENDS.values() if _is_enough(entry))
+    files = " or ".join(dict.fromkeys(entry.model_file for entry in BACKENDS.values() if _is_enough(entry)))
     return told[0] if told else f"no {CONFIG_FILE}, and no version folder holds a {files}"
 
 
@@ -347,6 +360,12 @@ _ENDINGS = {
         "a fitted model of scikit-learn is served as {folder}/model.pkl or model.joblib, beside a model.yaml "
         "with backend: sklearn and parameters: {{trust_pickle: true}}, or as model.skops alone; others: "
         + _WRITE,
+    ),
+    ".mar": (
+        "an archive of TorchServe",
+        "unzip it: its TorchScript program is served as {folder}/model.pt, beside a model.yaml with backend: "
+        "torch, inputs and outputs, and its handler becomes a {folder}/model.py "
+        "(docs/moving-from-torchserve.md)",
     ),
     ".plan": ("a TensorRT engine", "serve the ONNX model it was built from"),
     ".bst": (

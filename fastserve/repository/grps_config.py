@@ -6,7 +6,8 @@
 
 `your_model` of version 1.0.0 is served as the model `your_model-1.0.0`, as its clients call it. Its requests
 and answers are serialized messages. A dag of one node is that node; one of several is an ensemble of the name
-`dag.NAME`. Models of inferer_type `onnx`, which the original lacks, take and return tensors.
+`dag.NAME`. Models of the inferer_types `torch`, `tensorflow` and `onnx`, the last of which the original
+lacks, take and return tensors, which their files describe. A TorchScript program does not: inferer_args does.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, TensorConfig
 from fastserve.settings import convert
 from fastserve.settings.config_files import parse_yaml, read_text
+from fastserve.settings.confined_file import is_inner_path
 from fastserve.settings.grps import FILE as SERVER_FILE
 from fastserve.settings.grps import ServerFile, read_server_file
 from fastserve.settings.model_options import EnsembleOptions, EnsembleStep, Options
@@ -32,13 +35,21 @@ CONF = "conf"
 MESSAGE = "message"
 NUMBER = 1  # of the one version each of them has
 DAG = "dag."
-_ONNX = "say inferer_type: onnx, or load it in a customized inferer"
 # inferer_type -> what to do with such a model here
 _ELSEWHERE = {
-    "torch": f"export it (torch.onnx.export) and {_ONNX}",
-    "tensorflow": f"convert it (python -m tf2onnx.convert) and {_ONNX}",
-    "tensorrt": f"take the ONNX model it was built from and {_ONNX}",
+    "tensorrt": "take the ONNX model it was built from and say inferer_type: onnx, or load it in a "
+    "customized inferer",
 }
+# inferer_type of models of tensors -> the backend, endings of their paths, and what these are
+_OF_TENSORS = {
+    "onnx": ("onnx", (".onnx",), "an .onnx file"),
+    "torch": ("torch", (".pt2", ".pt"), "a .pt2 or .pt file"),
+    "tensorflow": ("tensorflow", ("",), "the folder of a SavedModel"),
+}
+_TENSORS = (
+    "inferer_args: given {}, allowed: {{inputs: {{NAME: {{dtype, shape}}}}, outputs: {{...}}}}, without the "
+    "batch axis where batching is dynamic; or a program of torch.export (.pt2), which has them"
+)
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -132,7 +143,9 @@ class Deployment:
         node = next((one for one in self.inference.models if one.full_name == name), None)
         if node is None:
             return _chain([step.model for step in self.inference.dag.nodes])
-        return _onnx(node) if node.inferer_type == "onnx" else _custom(node, self.server.max_concurrency)
+        if node.inferer_type in _OF_TENSORS:
+            return _of_tensors(node)
+        return _custom(node, self.server.max_concurrency)
 
 
 def read_deployment(folder: Path) -> Deployment:
@@ -184,9 +197,10 @@ def _check(inference: InferenceFile) -> None:
             raise ConfigError(
                 f"{where}: converter_type: given {node.converter_type}, allowed: customized or none"
             )
-        if node.inferer_type == "onnx" and node.converter_type == "customized":
+        if node.inferer_type in _OF_TENSORS and node.converter_type == "customized":
             raise ConfigError(
-                f"{where}: converter_type: given customized, allowed: none, with inferer_type onnx"
+                f"{where}: converter_type: given customized, allowed: none, with inferer_type "
+                f"{node.inferer_type}; a customized inferer may have one"
             )
     steps = [step.model for step in inference.dag.nodes]
     for model in steps:
@@ -223,18 +237,31 @@ def _custom(node: Node, max_concurrency: int) -> ModelConfig:
     )
 
 
-def _onnx(node: Node) -> ModelConfig:
-    path = (node.inferer_path or "").removeprefix("./")
-    if not path.endswith(".onnx") or path.startswith("/") or ".." in path.split("/"):
-        allowed = "an .onnx file inside the deployment"
-        raise ConfigError(f"{FILE}: model {node.full_name}: inferer_path: given {path!r}, allowed: {allowed}")
+def _of_tensors(node: Node) -> ModelConfig:
+    """Return the config of a model whose requests are tensors. Raises ConfigError."""
+    where = f"{FILE}: model {node.full_name}"
+    backend, endings, what = _OF_TENSORS[node.inferer_type]
+    path = (node.inferer_path or "").removeprefix("./").rstrip("/")
+    if not is_inner_path(path) or not path.endswith(endings):
+        raise ConfigError(f"{where}: inferer_path: given {path!r}, allowed: {what} inside the deployment")
+    entry = find_backend(backend)
+    if not entry.installed:
+        raise ConfigError(f"{where}: {entry.missing_text}")
+    if backend == "tensorflow":
+        path = f"{path}/{entry.model_file}"
     dynamic = node.batching.type == "dynamic"
-    return ModelConfig(
-        backend="onnx",
-        max_batch_size=node.batching.max_batch_size if dynamic else 0,
-        max_queue_delay_us=node.batching.batch_timeout_us if dynamic else 0,
-        options=Options(origin=FILE, model_file=path),
-    )
+    fields: dict[str, Any] = {
+        "backend": backend,
+        "max_batch_size": node.batching.max_batch_size if dynamic else 0,
+        "max_queue_delay_us": node.batching.batch_timeout_us if dynamic else 0,
+    }
+    if backend == "torch" and path.endswith(".pt"):
+        given = node.inferer_args
+        if not isinstance(given, Mapping) or not {"inputs", "outputs"} <= given.keys():
+            raise ConfigError(f"{where}: {_TENSORS.format(given)}")
+        fields |= {side: given[side] for side in ("inputs", "outputs")}
+    config = convert(fields, ModelConfig, where)
+    return msgspec.structs.replace(config, options=Options(origin=FILE, model_file=path))
 
 
 def _chain(models: list[str]) -> ModelConfig:

@@ -179,7 +179,12 @@ class ModelFolder:
         if own is None:
             return self.config
         return msgspec.structs.replace(
-            own, version_policy=self.config.version_policy, labels=self.config.labels
+            own,
+            version_policy=self.config.version_policy,
+            labels=self.config.labels,
+            traffic=self.config.traffic,
+            sticky=self.config.sticky,
+            shadow=self.config.shadow,
         )
 
     @property
@@ -260,9 +265,11 @@ class Layout:
 
     def _scan_entry(self, entry: ModelEntry) -> ModelFolder:
         folder = Path(entry.base_path)
+        model: ModelFolder | None = None
         if entry.file:
-            return self._scan_file(entry, folder)
-        model = self._scan_model(entry.name, folder, folder, alone=True) if folder.is_dir() else None
+            model = self._scan_file(entry, folder)
+        elif folder.is_dir():
+            model = self._scan_model(entry.name, folder, folder, alone=True)
         if model is None:
             reason = "no version folder in base_path" if folder.is_dir() else "base_path is not a folder"
             return ModelFolder(entry.name, folder, error=reason, absent=True)

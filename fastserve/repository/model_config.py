@@ -30,8 +30,13 @@ from fastserve.settings.model_options import (
     OPTIONAL_INPUTS,
     Options,
     PlacementOptions,
+    RequestLogOptions,
+    ShadowOptions,
+    StickyOptions,
     TextOptions,
     TorchOptions,
+    TrafficRules,
+    check_traffic,
 )
 from fastserve.settings.server_settings import VersionNumber
 from fastserve.tensor import DTYPES, TensorSpec
@@ -117,6 +122,10 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Megabytes of its GPU that each worker may take; 0: not bounded."""
     shared_worker: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{0,40}$")] = ""
     """Name of a worker process that models share, one for each device and instance."""
+    cache: bool = False
+    """Keep answers: a request with the inputs of an earlier one gets its answer, without a run."""
+    pin: bool = False
+    """Where the server has a memory_budget: loaded at the start and never unloaded for other models."""
     max_queue_rows: Annotated[int, Meta(ge=1)] = 1024
     """Rows that may wait."""
     max_queue_bytes: Annotated[int, Meta(ge=1)] = 268435456
@@ -131,6 +140,12 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """{latest: N}, all, or {specific: [N, ...]}."""
     labels: dict[Name, VersionNumber] = {}
     """Label -> version."""
+    traffic: dict[Name, float] = {}
+    """Version or label -> weight: where requests go that name neither. None: to the highest version."""
+    sticky: StickyOptions | None = None
+    """The header that keeps a client at one version of `traffic`."""
+    shadow: ShadowOptions | None = None
+    """A version that runs copies of requests to the others; its answers are compared and thrown away."""
     signatures: dict[Name, SignatureConfig] = {}
     """Named ways into the model; serving_default is added unless given."""
     class_labels: list[str] | str = []
@@ -156,6 +171,8 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     placement: PlacementOptions | None = None
     """Where workers run, if not here: {remote: {listen, ...}} or {ray: {num_cpus, ...}}; then `instances`
     may be {min, max}."""
+    request_log: RequestLogOptions | None = None
+    """Requests that are logged with their inputs and outputs, under the server's request_log_folder."""
     text: TextOptions | None = None
     """Bounds and settings of a model that generates text."""
     device_tensors: bool = False
@@ -164,6 +181,11 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Batches a worker has on its GPU at a time. 1: ONNX Runtime copies by itself."""
     torch: TorchOptions | None = None
     """torch models: how the program is opened and run."""
+    loose_inputs: bool = False
+    """V2 requests may name and type their inputs as MLServer's clients do: a matrix of any name, a tensor for
+    each column, any type of numbers."""
+    default_outputs: list[Name] = []
+    """Outputs of V2 replies to requests that name none; none: all."""
     class_name: Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] = msgspec.field(
         name="class", default="Model"
     )
@@ -188,8 +210,14 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(fault_text("torch", "settings", f"nothing with backend {self.backend}"))
         if self.placement is not None:
             _check_placement(self)
+        check_traffic(self)
         for name, signature in self.signatures.items():
             _check_signature(name, signature, self)
+
+    @property
+    def rules(self) -> TrafficRules:
+        """The versions that requests without a version go to."""
+        return TrafficRules(traffic=self.traffic, sticky=self.sticky, shadow=self.shadow)
 
     @property
     def most_rows(self) -> int:
@@ -237,6 +265,12 @@ def parse_model_config(
         options = Options(decoupled=True, parts_if_asked=True)
     elif native.backend == "python_stream":
         options = Options(decoupled=True)
+    if native.cache:
+        if options.decoupled:
+            raise ConfigError(
+                f"{origin}: " + fault_text("cache", True, "false with a model that answers in parts")
+            )
+        options = msgspec.structs.replace(options, cached=True)
     return _place(ModelConfig(**msgspec.structs.asdict(native), options=options), origin)
 
 
@@ -284,6 +318,10 @@ def _filled(raw: Mapping[str, object], defaults: Mapping[str, object]) -> dict[s
         for field in ("allowed_batch_sizes", "max_request_rows"):
             fill.pop(field, None)
     merged = {**fill, **raw}
+    if isinstance(traffic := merged.get("traffic"), Mapping):  # a version is a number in YAML
+        merged["traffic"] = {
+            str(arm) if isinstance(arm, int) else arm: weight for arm, weight in traffic.items()
+        }
     backend = merged.get("backend")
     entry = BACKENDS.get(backend) if isinstance(backend, str) else None
     if entry is not None and entry.takes == "text":
@@ -462,10 +500,12 @@ def with_signatures(
     signatures = {DEFAULT_SIGNATURE: spare, **own, **config.signatures}
     some = [name for name in inputs if any(name not in (each.inputs or {}).values() for each in own.values())]
     options = msgspec.structs.replace(config.options, optional_inputs=some, signature_inputs=some)
+    # Clients of a Triton model see the axes that its config has, or was completed with.
+    completed = config.triton is not None
     return msgspec.structs.replace(
         config,
-        inputs=_written(inputs),
-        outputs=_written(outputs),
+        inputs=config.inputs if completed else _written(inputs),
+        outputs=config.outputs if completed else _written(outputs),
         signatures=signatures,
         options=options,
     )

@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,6 +28,7 @@ from fastserve.repository.layout import ModelFolder, VersionFolder
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Model, Version, VersionState, missing_versions, wanted_versions
 from fastserve.settings import DEFAULT_POLICY, RepositorySettings
+from fastserve.settings.model_options import NO_RULES
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,15 @@ class VersionHooks(Protocol):
 
     async def unload(self, version: Version) -> None:
         """Let requests under way finish, then free everything."""
+
+    def memory_bytes(self, versions: Sequence[Version]) -> list[int]:
+        """Return the memory of each version's workers. Called in a thread."""
+
+    def in_use(self, version: Version) -> bool:
+        """Return whether requests are under way, in any front process."""
+
+    def last_used_s(self, version: Version) -> float:
+        """Return when the last request ended, as time.monotonic counts; 0.0 for never."""
 
 
 @dataclass(slots=True)
@@ -110,13 +120,21 @@ class Reconciler:
         if model is None:
             return
         model.labels, model.config = {}, None
+        model.rules = model.config_rules = NO_RULES
+        model.set_rules = None
         self._catalog.blame(model, None)
         self.problems.forget(name)
         self._forget_failures(name, keep=[])
         await asyncio.gather(*(self._unload(version) for version in model.available()))
 
-    async def withdraw(self, name: str, reason: ServeError) -> None:
-        """Unload every version of the model because a dependency has gone; they end with the reason."""
+    def judge(self, folder: ModelFolder) -> None:
+        """Blame a model that cannot be loaded as its folder is."""
+        model = self._catalog.model(folder.name)
+        self._blame(model, folder.error or no_version_text(folder.notes))
+
+    async def withdraw(self, name: str, reason: ServeError | None) -> None:
+        """Unload every version of the model because a dependency has gone, or for want of memory; they end
+        with the reason, None where their next request loads them again."""
         model = self._catalog.models.get(name)
         if model is not None:
             await asyncio.gather(*(self._unload(version, reason) for version in model.available()))
@@ -216,9 +234,8 @@ class Reconciler:
             origin = self._origins.get(version) if version is not None else None
             if version is not None and origin is not None and origin.config == _instance_config(config):
                 # The rest is equal, but for what the loaded model has said itself: that stays.
-                version.config = msgspec.structs.replace(
-                    version.config, version_policy=config.version_policy, labels=config.labels
-                )
+                fields = {name: getattr(config, name) for name in _OF_MODELS}
+                version.config = msgspec.structs.replace(version.config, **fields)
 
     def _problems(self, model: Model, folder: ModelFolder, wanted: list[int]) -> list[str]:
         assert folder.config is not None
@@ -256,6 +273,10 @@ class Reconciler:
                 f"{NO_LABEL} {number} of model {model.name}, which is not currently available for inference"
             )
         model.labels = labels
+        if model.config_rules != config.rules:  # what a client has set holds until the config says another
+            model.config_rules, model.set_rules = config.rules, None
+        model.rules = model.set_rules or config.rules
+        self._catalog.settle_rules(model)
         return problems
 
     def _blame(self, model: Model, reason: str) -> list[str]:
@@ -291,9 +312,16 @@ def _origin(config: ModelConfig, folder: VersionFolder) -> _Origin:
     return _Origin(_instance_config(config), folder.stamp)
 
 
+_OF_MODELS: dict[str, Any] = {
+    **{"version_policy": DEFAULT_POLICY, "labels": {}, "pin": False},
+    **{"traffic": {}, "sticky": None, "shadow": None},
+}
+"""Fields that are a model's, with values that stand for any: an instance is the same whatever they say."""
+
+
 def _instance_config(config: ModelConfig) -> ModelConfig:
     """Return the part of a config that an instance is made with."""
-    return msgspec.structs.replace(config, version_policy=DEFAULT_POLICY, labels={})
+    return msgspec.structs.replace(config, **_OF_MODELS)
 
 
 def no_version_text(notes: Iterable[str]) -> str:

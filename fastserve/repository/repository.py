@@ -21,8 +21,10 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Layout, ModelFolder, Override, is_model_name
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.reconciler import NO_LABEL, Reconciler, VersionHooks
+from fastserve.repository.residency import Residency
 from fastserve.repository.version import Version, VersionState
 from fastserve.settings import ModelEntry, RepositorySettings
+from fastserve.settings.model_options import TrafficRules
 from fastserve.util.offload import cancel_all, gather_or_cancel
 
 
@@ -93,6 +95,7 @@ def missing_dependency(catalog: Catalog, name: str) -> ServeError | None:
 
 
 log = logging.getLogger(__name__)
+NO_TRAFFIC = "the latest version"
 
 EVERY_MODEL = "*"
 
@@ -124,6 +127,10 @@ class Repository:
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._reloading = asyncio.Lock()
+        self.residency: Residency | None = None
+        """The models in memory, where the settings have a budget."""
+        if settings.budget_bytes:
+            self.residency = Residency(settings, catalog, hooks, _ModelLoads(self), clock)
         self.on_listed: Callable[[], None] = lambda: None
         """Called once in `open`, when the models that it loads are listed, before the first is loaded."""
         self.on_settled: Callable[[str], None] = lambda name: None
@@ -142,6 +149,8 @@ class Repository:
         failed; with keep_going, failed models are only logged.
         """
         found, problems = await self._load_all()
+        if self.residency is not None:
+            self.residency.open()
         if self.settings.wait_for_folders:
             problems = {name: told for name, told in problems.items() if not _may_come(found.get(name))}
         if problems and not self.settings.keep_going:
@@ -214,7 +223,13 @@ class Repository:
         self._wanted.add(name)
         self._problems.forget(name)  # an explicit load: log its problems again
         before = self.catalog.available(name)
-        problems = await self._reconciler.apply(folder, eager=True)
+        if self.residency is not None:
+            await self.residency.reserve([folder])
+        try:
+            problems = await self._reconciler.apply(folder, eager=True)
+        finally:
+            if self.residency is not None:
+                await self.residency.settle(folder)
         if not path and self.catalog.available(name) is not before:
             self._asked_for.add(name)  # as in Triton, a load that changes nothing does not count
         if problems:
@@ -232,6 +247,8 @@ class Repository:
         needed = ensemble_needs(self.catalog.models[name].config) if composing else ()
         self._wanted.discard(name)
         self._asked_for.discard(name)
+        if self.residency is not None:
+            self.residency.forget(name)
         await self._end(name)
         self._layout.overrides.put(name, None)
         await asyncio.to_thread(self._layout.overrides.tidy, name)
@@ -239,6 +256,28 @@ class Repository:
             came_along = one not in self._asked_for and not available_ensembles(self.catalog, one)
             if came_along and self.catalog.available(one) is not None:
                 await self.unload(one, composing=True)
+
+    async def set_rules(self, name: str, rules: TrafficRules | None) -> None:
+        """Have requests that name no version go by these rules, in place of the config's, until those change;
+        None: by the config's again.
+
+        Raises ServeError: NOT_FOUND for an unknown model, INVALID_ARGUMENT for versions that are not
+        available, and for a model whose requests belong to sequences.
+        """
+        async with self._lock(name):
+            model = self.catalog.models.get(name)
+            if model is None or not model.available():
+                raise ServeError(Kind.NOT_FOUND, f"There is no model {_quoted(name)} that is loaded.")
+            if rules is not None:
+                served = {version.number: version for version in model.available()}
+                problems = list(rules.find_problems(model.labels, served))
+                if any(version.config.options.sequences is not None for version in served.values()):
+                    problems.append("traffic: the requests of its sequences belong to one version")
+                if problems:
+                    raise invalid(f"model {name}: {'; '.join(problems)}")
+            model.set_rules, model.rules = rules, rules or model.config_rules
+            self.catalog.settle_rules(model)
+            log.info("traffic of model %s is %s", name, "; ".join(model.rules.describe()) or NO_TRAFFIC)
 
     async def reload_config(self, entries: Sequence[ModelEntry]) -> None:
         """Serve these models in place of the ones `models` named, and wait for them; one list at a time.
@@ -281,6 +320,8 @@ class Repository:
         running = [task for task in (self._watch, *self._tasks) if task is not None]
         self._watch = None
         await cancel_all(*running)
+        if self.residency is not None:
+            await self.residency.close()
         await asyncio.gather(*(self._end(name) for name in list(self.catalog.models)))
         await asyncio.to_thread(self._layout.overrides.close)
 
@@ -294,6 +335,60 @@ class Repository:
 
     async def _apply(self, folders: Iterable[ModelFolder], *, eager: bool = False) -> dict[str, list[str]]:
         wanted = [folder for folder in folders if self._is_wanted(folder.name)]
+        if self.residency is not None:
+            return await self._fill(self.residency, wanted, eager=eager)
+        return await self._apply_wanted(wanted, eager=eager)
+
+    async def _fill(
+        self, residency: Residency, folders: Sequence[ModelFolder], *, eager: bool
+    ) -> dict[str, list[str]]:
+        """Apply the folders of models that are in memory or pinned, then as many others as there is room for;
+        list the rest, which are loaded on demand."""
+        by_name = {folder.name: folder for folder in folders}
+        pinned = with_steps((f.name for f in folders if residency.names_pinned(f)), by_name)
+        for folder in folders:
+            if folder.name in pinned and not residency.is_resident(folder.name):
+                await residency.hold_pinned(folder)
+        first = [f for f in folders if residency.is_resident(f.name) or f.error or not f.versions]
+        problems = await self._apply_settled(residency, first, eager=eager)
+        left = [folder for wave in load_waves(f for f in folders if f not in first) for folder in wave]
+        while left:
+            some: list[ModelFolder] = []
+            while left and len(some) < self.settings.parallel_loads and await residency.takes(left[0]):
+                some.append(left.pop(0))
+            if not some:
+                break
+            problems |= await self._apply_settled(residency, some, eager=eager)
+        for folder in left:
+            self._lay_down(residency, folder)
+        return problems
+
+    async def _apply_settled(
+        self, residency: Residency, folders: Sequence[ModelFolder], *, eager: bool
+    ) -> dict[str, list[str]]:
+        problems = await self._apply_wanted(folders, eager=eager)
+        for folder in folders:
+            await residency.settle(folder)
+        return problems
+
+    def _lay_down(self, residency: Residency, folder: ModelFolder) -> None:
+        """List a model that is loaded on demand; one whose folder is at fault is blamed, and not loaded."""
+        if folder.config is None or folder.error or not folder.versions:
+            residency.forget(folder.name)
+            self._reconciler.judge(folder)
+        else:
+            residency.lay_down(folder)
+        self._settle_start(folder.name)
+
+    async def want(self, name: str) -> None:
+        """Return when a model that is loaded on demand answers requests. Raises ServeError."""
+        if self.residency is None:
+            raise ServeError(Kind.UNAVAILABLE, f"model {_quoted(name)} is not loaded")
+        await self.residency.want(name)
+
+    async def _apply_wanted(
+        self, wanted: Sequence[ModelFolder], *, eager: bool = False
+    ) -> dict[str, list[str]]:
         applied: dict[str, asyncio.Task[list[str]]] = {}
         for wave in load_waves(wanted):
             before = dict(applied)
@@ -332,6 +427,8 @@ class Repository:
             self.on_settled(name)
 
     async def _end(self, name: str) -> None:
+        if self.residency is not None:
+            self.residency.forget(name)
         async with self._lock(name):
             await self._reconciler.end(name)
 
@@ -357,9 +454,12 @@ class Repository:
         return is_model_name(name) and await asyncio.to_thread(self._layout.scan_one, name) is not None
 
     def _tend_dependants(self, version: Version) -> None:
-        """Load or withdraw the ensembles that depend on a version that came or went."""
+        """Load or withdraw the ensembles that depend on a version that came or went, and withdraw an ensemble
+        one of whose steps went while it was being loaded."""
         if self._closing or version.state not in (VersionState.AVAILABLE, VersionState.UNLOADING):
             return
+        if version.state is VersionState.AVAILABLE and version.config.options.ensemble is not None:
+            self._start(self._withdraw(version.model))
         for name in dependent_ensembles(self.catalog, version):
             served = self.catalog.available(name) is not None
             if served and missing_dependency(self.catalog, name) is not None:
@@ -376,7 +476,8 @@ class Repository:
     async def _bring_back(self, name: str) -> None:
         async with self._lock(name):
             folder = await asyncio.to_thread(self._layout.scan_one, name)
-            if folder is not None and self._is_wanted(name):
+            steps_went = missing_dependency(self.catalog, name) is not None
+            if folder is not None and self._is_wanted(name) and not steps_went:
                 await self._reconciler.apply(folder, eager=True)
 
     # -- watching
@@ -412,7 +513,13 @@ class Repository:
             log.error("a change of the repository failed", exc_info=task.exception())
 
     async def _apply_watched(self, folder: ModelFolder) -> None:
-        await self._apply_one(folder)
+        if self.residency is None:
+            await self._apply_one(folder)
+        elif self.residency.is_resident(folder.name):
+            await self._apply_one(folder)
+            await self.residency.settle(folder)
+        else:
+            self._lay_down(self.residency, folder)
 
     def _must_be_explicit(self) -> None:
         control = self.settings.model_control
@@ -430,6 +537,36 @@ def _may_write(folder: ModelFolder) -> bool:
 
 def _may_come(folder: ModelFolder | None) -> bool:
     return folder is not None and folder.may_come
+
+
+class _ModelLoads:
+    """The repository as its Residency sees it."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._of = repository
+
+    async def scan(self, name: str) -> ModelFolder | None:
+        return await asyncio.to_thread(self._of._layout.scan_one, name) if is_model_name(name) else None
+
+    def needs(self, folder: ModelFolder) -> list[str]:
+        return [name for name in ensemble_needs(folder.config) if name != folder.name]
+
+    def busy(self, name: str) -> bool:
+        return self._of._lock(name).locked()
+
+    async def bring(self, folder: ModelFolder) -> list[str]:
+        return await self._of._apply_one(folder, eager=True)
+
+    async def put_away(self, name: str) -> None:
+        """Unload a model, and before it the ensembles that run it: no request of theirs finds it gone."""
+        for one in (*available_ensembles(self._of.catalog, name), name):
+            async with self._of._lock(one):
+                await self._of._reconciler.withdraw(one, None)
+
+    def users(self, name: str) -> list[Version]:
+        catalog = self._of.catalog
+        names = available_ensembles(catalog, name)
+        return [version for one in names for version in catalog.models[one].available()]
 
 
 class LoadFailures(ServeError):

@@ -25,6 +25,8 @@ from fastserve.settings import ModelEntry
 from fastserve.settings.fields import fault_text
 
 HEAD_BYTES = 4096
+MODEL_SETTINGS = "model-settings.json"
+"""MLServer's file of a model."""
 BY_HEAD = (".json", ".txt", ".bst")
 LIGHTGBM_HEAD = b"tree\nversion="
 SAVED_MODEL = (BACKENDS["tensorflow"].model_file, *BACKENDS["tensorflow"].other_files)

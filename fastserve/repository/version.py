@@ -24,6 +24,7 @@ from fastserve.repository.model_config import (
 )
 from fastserve.repository.triton_config.reading import amend, with_tensors
 from fastserve.settings import VersionPolicy
+from fastserve.settings.model_options import NO_RULES, TrafficRules, arm_number
 from fastserve.tensor import TensorSpec
 
 T = TypeVar("T")
@@ -54,7 +55,8 @@ class Version:
 
     `inputs` and `outputs` are the model's own tensors; empty until `describe` when the model
     tells them only once it is loaded. `text` describes a loaded text engine. `down` is the server's reason
-    why an available version could not answer now, "" while it could.
+    why an available version could not answer now, "" while it could. A version in START that is `dormant`
+    is loaded on demand.
     """
 
     def __init__(self, model: str, number: int, folder: Path, config: ModelConfig) -> None:
@@ -65,6 +67,7 @@ class Version:
         self.state = VersionState.START
         self.error: ServeError | None = None
         self.down = ""
+        self.dormant = False
         self.inputs: dict[str, TensorSpec] = build_specs(config.inputs)
         self.outputs: dict[str, TensorSpec] = build_specs(config.outputs)
         self.signatures: dict[str, Signature] = {}
@@ -137,27 +140,57 @@ class Attachment(Generic[T]):
         version._attached.pop(self, None)
 
 
+def sort_arms(traffic: Mapping[str, float]) -> list[str]:
+    """Return the keys of `traffic`, the largest weight first."""
+    return sorted(traffic, key=lambda key: -traffic[key])
+
+
 class Model:
     """A named model and its versions. `versions` keeps every number ever seen; ended ones stay listed.
 
-    `latest` is the highest available version. `error` says why the model's own folder or config cannot be
+    `latest` is the version of requests that name none: the highest available one, or the available one of the
+    largest weight in `rules`; never a shadow. `error` says why the model's own folder or config cannot be
     used, while what was loaded before keeps serving, and `failed_at` since when, as Unix time; only the
-    catalog sets them.
+    catalog sets them. `on_demand`: the server loads and unloads the model by itself, within its memory
+    budget. `rules` are the versions that requests without a version go to; `set_rules` are those that a
+    client has set in place of those of the config, `config_rules`.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.versions: dict[int, Version] = {}
         self.labels: dict[str, int] = {}
+        self.rules = NO_RULES
+        self.config_rules = NO_RULES
+        self.set_rules: TrafficRules | None = None
         self.config: ModelConfig | None = None
         self.latest: Version | None = None
         self.error: ServeError | None = None
         self.failed_at = 0.0
+        self.on_demand = False
+
+    @property
+    def waits_for_demand(self) -> bool:
+        """True when the model is not loaded and its next request loads it, as far as anybody knows."""
+        return self.on_demand and self.latest is None and self.error is None
 
     def available(self) -> list[Version]:
         """Return the available versions, lowest first."""
         found = [v for v in self.versions.values() if v.state is VersionState.AVAILABLE]
         return sorted(found, key=lambda version: version.number)
+
+    def arm(self, key: str) -> Version | None:
+        """Return the available version of a key of `rules.traffic`; None where there is none."""
+        number = arm_number(key, self.labels)
+        version = None if number is None else self.versions.get(number)
+        return version if version is not None and version.state is VersionState.AVAILABLE else None
+
+    def find_default(self) -> Version | None:
+        """Return what `latest` should be."""
+        found = [version for version in self.available() if version.number != self.rules.shadowed]
+        arms = (self.arm(key) for key in sort_arms(self.rules.traffic))
+        up = [version for version in arms if version in found]
+        return up[0] if up else found[-1] if found else None
 
 
 _NUMBER = re.compile(r"[0-9]{1,40}")

@@ -85,8 +85,8 @@ def trim_heap() -> bool:
 def own_bytes() -> int:
     """Return the bytes of resident memory that no other process shares; 0 where the system does not say."""
     try:
-        with open("/proc/self/statm", "rb") as file:
-            fields = file.read().split()
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            fields = file.read(200).split()
         return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return 0
@@ -217,10 +217,24 @@ def own_memory_bytes(pid: int) -> int:
     process that has ended."""
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
-            _, resident, shared, *_ = map(int, file.read(200).split())
+            _, resident, shared, *_ = file.read(200).split()
+            return (int(resident) - int(shared)) * _PAGE_BYTES
     except (OSError, ValueError):  # it ended, before or while it was read
         return 0
-    return (resident - shared) * _PAGE_BYTES
+
+
+def proportional_bytes(pid: int) -> int:
+    """Return the memory of a process, of pages that several have its part (PSS); 0 for a process that has
+    ended. Where the kernel does not tell, what is neither of files nor shared. It takes 0.1 ms and 1 ms for
+    each 100 MB."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return own_memory_bytes(pid)
 
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -1,7 +1,7 @@
 """The span of one traced request, as its front process fills it and sends it to the exporter's process.
 
     span = RequestSpan(context, parent_id, facts, received_ns)
-    with in_span(span): ...                       code below finds it with `current_span()`
+    enter_span(span)                              code below finds it with `current_span()`
     run = span.begin_run(model, version)          the engine runs the request: `run.batches` is filled
     span.end(status)
 
@@ -13,14 +13,16 @@ has no span, and nothing here is called for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fastserve.util.tracing import TraceContext, make_span_id
+
+if TYPE_CHECKING:
+    from fastserve._ext.fast_path import FastSpan
 
 AttributeValue = str | int | float | bool | list[str]
 Attributes = dict[str, AttributeValue]
@@ -32,7 +34,7 @@ Child = tuple[str, int, int, Attributes, Sequence[Moment]]
 """Name, start, end, attributes, and what happened meanwhile."""
 
 
-class BatchTimes(NamedTuple):
+class BatchTimes(msgspec.Struct, array_like=True, gc=False):
     """A batch that rows of a request were in: `arena`, `slot` and `seq` name it, in every process alike."""
 
     arena: str
@@ -57,10 +59,16 @@ class RunTrace(msgspec.Struct, array_like=True, gc=False):
     ended_ns: int = 0
     batches: list[BatchTimes] = []
     error: str | None = None
+    above_id: str = ""
+    """Of the run that this one is a step of; "" for none."""
 
     def end(self, error: str | None = None) -> None:
         """The run has ended; `error` is what it ended with."""
         self.ended_ns, self.error = time.monotonic_ns(), error
+
+    def fail(self, error: BaseException) -> None:
+        """Note what the run ended with."""
+        self.error = str(error)[:TEXT_MAX]
 
 
 class HttpFacts(msgspec.Struct, array_like=True, gc=False, tag="http"):
@@ -81,12 +89,20 @@ class RpcFacts(msgspec.Struct, array_like=True, gc=False, tag="grpc"):
     request_id: str
 
 
+class CallFacts(msgspec.Struct, array_like=True, gc=False, tag="model"):
+    """The facts of a model's call to another one."""
+
+    model: str
+    request_id: str
+
+
 class RequestSpan(msgspec.Struct, array_like=True):
-    """The server's span of one request, and what is below it. `status` is HTTP's or gRPC's."""
+    """The server's span of one request, and what is below it. `status` is HTTP's, else gRPC's. Without
+    `facts` it is what the owner has run of another front's request, below that one's run: no span itself."""
 
     context: TraceContext
     parent_id: str
-    facts: HttpFacts | RpcFacts | None
+    facts: HttpFacts | RpcFacts | CallFacts | None
     started_ns: int
     status: int = 0
     ended_ns: int = 0
@@ -110,21 +126,18 @@ class RequestSpan(msgspec.Struct, array_like=True):
         if len(self.children) < MOST_RUNS:
             self.children.append((name, start_ns, end_ns, attributes or {}, moments))
 
-    def begin_run(self, model: str, version: int) -> RunTrace | None:
-        """The request is about to run on a model; None where it has had too many runs."""
+    def begin_run(self, model: str, version: int, above: RunTrace | None = None) -> RunTrace | None:
+        """The request is about to run on a model, as a step of `above`; None where it has had too many
+        runs."""
         if len(self.runs) >= MOST_RUNS:
             return None
-        trace_id, _, sampled, state = self.context
-        context = TraceContext(trace_id, make_span_id(), sampled, state)
+        own = self.context
+        context = TraceContext(own.trace_id, make_span_id(), own.sampled, own.state)
         run = RunTrace(context, model, version, time.monotonic_ns())
+        if above is not None:
+            run.above_id = above.context.span_id
         self.runs.append(run)
         return run
-
-    def replace_run(self, run: RunTrace, runs: Sequence[RunTrace]) -> None:
-        """Put the runs that another process has made of one in its place."""
-        if run in self.runs and runs:
-            at = self.runs.index(run)
-            self.runs[at : at + 1] = runs
 
     def fail(self, error: str) -> None:
         """Note the error of the request; the first one stays."""
@@ -141,77 +154,6 @@ def count_spans(span: RequestSpan) -> int:
     return 1 + len(span.children) + sum(1 + 2 * len(run.batches) for run in span.runs)
 
 
-class TracedPath(Protocol):
-    """The fast path that a traced request has taken."""
-
-    @property
-    def version(self) -> Any: ...
-
-    @property
-    def queue(self) -> Any: ...
-
-
-class FastSpan:
-    """The span of a request while the compiled fast path has it (ext/fast_path.pyx): it is in FAST until
-    then, and `end(exchange, span, error)` is called once."""
-
-    __slots__ = ("_answered_ns", "_batch_ended", "_end", "_exchange", "_leave", "_run", "span")
-
-    def __init__(
-        self, span: RequestSpan, exchange: Any, end: Callable[[Any, RequestSpan, BaseException | None], None]
-    ) -> None:
-        self.span, self._exchange, self._end = span, exchange, end
-        self._answered_ns = 0
-        self._leave: Callable[[], object] | None = None
-        self._batch_ended: Callable[[], None] | None = None
-        self._run: RunTrace | None = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the fast path has taken the request."""
-        return self._leave is not None
-
-    def submitted(self, path: TracedPath, lease: int, rows: int) -> None:
-        """The rows are in a batch, which no worker sees yet."""
-        version = path.version
-        run = self._run = self.span.begin_run(version.model, version.number)
-        if run is not None:
-            self._batch_ended = path.queue.trace_lease(run, lease, rows)
-
-    def leaving(self, on_gone: Callable[[], object]) -> Callable[[], object]:
-        """Return what is called instead of `on_gone` when the client leaves."""
-        self._leave = on_gone
-        return self._gone
-
-    def answered(self) -> None:
-        """The batch has ended, and its slot is still held."""
-        self._answered_ns = time.monotonic_ns()
-        if self._batch_ended is not None:
-            self._batch_ended()
-
-    def ended(self, exchange: Any, error: BaseException | None) -> None:
-        """The request was answered."""
-        if FAST.pop(exchange, None) is None:
-            return
-        span, run = self.span, self._run
-        if run is not None:
-            run.ended_ns = self._answered_ns
-            span.children.append(("decode", span.started_ns, run.begun_ns, {}, ()))
-            if error is not None:
-                run.error = str(error)[:TEXT_MAX]
-        if error is None:
-            span.children.append(("encode", self._answered_ns, time.monotonic_ns(), {}, ()))
-        self._end(exchange, span, error)
-
-    def _gone(self) -> None:
-        leave, exchange = self._leave, self._exchange
-        if leave is not None:
-            leave()
-        from asyncio import CancelledError  # workers import this file, and no asyncio with it
-
-        self.ended(exchange, CancelledError())
-
-
 FAST: dict[Any, FastSpan] = {}
 """Spans of exchanges that the fast path may take or has taken; empty most of the time."""
 
@@ -221,16 +163,8 @@ current_span: Callable[[], RequestSpan | None] = _current.get
 """Return the span of the request that this task answers; None for one that is not traced."""
 
 
-def enter_span(span: RequestSpan) -> None:
-    """Have `current_span` return this span from now on in this task, which answers no other request."""
-    _current.set(span)
+enter_span = _current.set
+"""Have `current_span` return this span from now on in this task; returns what `leave_span` takes."""
 
-
-@contextmanager
-def in_span(span: RequestSpan) -> Iterator[None]:
-    """Have `current_span` return this span within the block, and in tasks that are begun there."""
-    token = _current.set(span)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+leave_span = _current.reset
+"""Have `current_span` return what it did before: for who enters a span in a task that goes on without it."""

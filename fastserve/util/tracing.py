@@ -1,4 +1,4 @@
-"""Following one request: its id, its trace context as W3C Trace Context has it, and the sampling of traces.
+"""Following one request: its id, and its trace context as W3C Trace Context has it.
 
 No OpenTelemetry here: no part of a server but the exporter's process imports it. Log lines that carry the id
 are made in `logs`.
@@ -11,7 +11,8 @@ import os
 import random
 import re
 from math import log1p
-from typing import NamedTuple
+
+import msgspec
 
 REQUEST_ID_MAX = 128  # characters
 STATE_MAX = 512  # characters of a tracestate; a longer one is not passed on
@@ -23,7 +24,7 @@ _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-
 _TRACESTATE = re.compile(rb"[\x20-\x7e]{1,%d}" % STATE_MAX)
 
 
-class TraceContext(NamedTuple):
+class TraceContext(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One span as others name it: ids in lower-case hex, and the tracestate that came with the trace."""
 
     trace_id: str
@@ -57,60 +58,25 @@ def read_trace_id(header: bytes) -> str:
 
 
 _random = random.Random()
+_draw_bits = _random.getrandbits
 
 
 def make_span_id() -> str:
     """Return a new span id, which is not zero."""
-    return f"{_random.getrandbits(64) or 1:016x}"
+    return (_draw_bits(64) or 1).to_bytes(8, "big").hex()
 
 
-ALWAYS = 1.0
-MOST_LEFT = (1 << 30) - 1  # a larger number costs Python twice the subtraction
+def make_trace_id(bound: int) -> str:
+    """Return a new trace id, whose last 64 bits are below `bound`: other samplers of that share choose it
+    too."""
+    low = int(_random.random() * bound) or 1
+    return (_draw_bits(64) << 64 | low).to_bytes(16, "big").hex()
 
 
-class TraceSampler:
-    """Decide which requests are traced: by their parent where they have one and `parent_based` is set, else a
-    share `ratio` of them, at random.
-
-    The caller counts `left` down for each request without a parent and calls `take` at zero: a request that
-    is not traced costs one subtraction."""
-
-    __slots__ = ("_bound", "_parent_based", "_ratio", "left")
-
-    def __init__(self, ratio: float, *, parent_based: bool = True) -> None:
-        self._ratio, self._parent_based, self._bound = ratio, parent_based, int(ratio * (1 << 64))
-        self.left = 0
-        self._draw()
-
-    def take(self) -> TraceContext | None:
-        """Return the context of the span of the request whose turn has come, and draw the next one; None
-        where none is ever traced."""
-        self._draw()
-        return TraceContext(self._trace_id(), make_span_id()) if self._ratio > 0 else None
-
-    def follow(self, parent: TraceContext) -> TraceContext | None:
-        """Return the context of a request's span below `parent`, None where it is not sampled."""
-        sampled = parent.sampled if self._parent_based else self._covers(parent.trace_id)
-        return TraceContext(parent.trace_id, make_span_id(), True, parent.state) if sampled else None
-
-    def _draw(self) -> None:
-        """Draw how many requests come up to the next one that is traced, itself included."""
-        if self._ratio >= ALWAYS:
-            self.left = 1
-        elif self._ratio <= 0:
-            self.left = MOST_LEFT
-        else:  # of a geometric distribution: as if each request had been drawn for by itself
-            gap = 1 + int(log1p(-_random.random()) / log1p(-self._ratio))
-            self.left = min(gap, MOST_LEFT)
-
-    def _covers(self, trace_id: str) -> bool:
-        """Whether OpenTelemetry's TraceIdRatioBased samples a trace: by the last 64 bits of its id."""
-        return int(trace_id[16:], 16) < self._bound
-
-    def _trace_id(self) -> str:
-        """Return a trace id that other samplers of this ratio choose too."""
-        low = int(_random.random() * self._bound) or 1
-        return f"{_random.getrandbits(64) << 64 | low:032x}"
+def draw_gap(ratio: float) -> int:
+    """Return how many requests come up to the next one that is chosen, itself included, where each is with
+    this probability: of a geometric distribution."""
+    return 1 + int(log1p(-_random.random()) / log1p(-ratio))
 
 
 def choose_request_id(given: bytes = b"", traceparent: bytes = b"") -> str:

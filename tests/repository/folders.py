@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ BASE: dict[str, Any] = {
 }
 
 
+SIZE = 64 << 20
+"""Memory that a version takes."""
 LOADED: Attachment[bool] = Attachment()
 
 
@@ -33,6 +36,9 @@ class RecordingHooks:
         self.events: list[tuple[str, str, int]] = []
         self.failing: set[tuple[str, int]] = set()
         self.gates: dict[tuple[str, int], asyncio.Event] = {}
+        self.sizes: dict[str, int] = {}  # bytes of a version, SIZE where it is not listed
+        self.used: set[str] = set()  # models with requests under way
+        self.last_used: dict[str, float] = {}
 
     async def load(self, version: Version) -> None:
         key = (version.model, version.number)
@@ -43,6 +49,15 @@ class RecordingHooks:
         if key in self.failing:
             raise ServeError(Kind.INTERNAL, "the model says no")
         LOADED.put(version, True)
+
+    def memory_bytes(self, versions: Sequence[Version]) -> list[int]:
+        return [self.sizes.get(version.model, SIZE) for version in versions]
+
+    def in_use(self, version: Version) -> bool:
+        return version.model in self.used
+
+    def last_used_s(self, version: Version) -> float:
+        return self.last_used.get(version.model, 0.0)
 
     async def unload(self, version: Version) -> None:
         self.events.append(("unload", version.model, version.number))
@@ -74,19 +89,20 @@ class Stage:
         return [] if model is None else [version.number for version in model.available()]
 
 
+def replace(path: Path, text: str) -> None:
+    """Write a file by renaming, as the documentation asks: whoever polls it never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
 def write_config(root: Path, name: str, **changes: Any) -> None:
-    """Write NAME/model.yaml by renaming, as the documentation asks."""
-    folder = root / name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".new").write_text(yaml.safe_dump({**BASE, **changes}))
-    os.replace(folder / ".new", folder / "model.yaml")
+    replace(root / name / "model.yaml", yaml.safe_dump({**BASE, **changes}))
 
 
 def write_version(root: Path, name: str, number: int | str, text: str = "class Model: pass\n") -> None:
-    folder = root / name / str(number)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".new").write_text(text)
-    os.replace(folder / ".new", folder / "model.py")
+    replace(root / name / str(number) / "model.py", text)
 
 
 def remove_version(root: Path, name: str, number: int) -> None:

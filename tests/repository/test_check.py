@@ -18,6 +18,14 @@ def report_of(root: Path, name: str = "m") -> ModelReport:
     return next(model for model in report.models if model.name == name)
 
 
+def test_a_folder_of_mlserver_names_its_command(tmp_path: Path) -> None:
+    (tmp_path / "iris").mkdir()
+    (tmp_path / "iris/model-settings.json").write_text("{}")
+    report = explain(RepositorySettings(repository=str(tmp_path)))
+    wanted = "iris: passed over, it holds model-settings.json: `fastserve mlserver start` serves MLServer's"
+    assert wanted in report.text()
+
+
 def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
     write_config(tmp_path, "m", labels={"stable": 2}, version_policy={"latest": 2})
     for number in (1, 2, 3):
@@ -47,7 +55,7 @@ def test_a_good_model_and_a_folder_passed_over(tmp_path: Path) -> None:
             "class Model: pass",
             'model.yaml: backend: given "tf", '
             "allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
-            "lightgbm, catboost, treelite, text, text_python or module:Class",
+            "lightgbm, catboost, treelite, transformers, text, text_python or module:Class",
         ),
         (
             {"version_policy": {"specific": [1, 5]}},

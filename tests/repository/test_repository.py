@@ -215,7 +215,7 @@ def test_open_lists_every_failure_and_leaves_nothing_loaded(tmp_path: Path) -> N
         "3 model(s) did not become available: absent: there is no such model in the repository",
         'bad: model.yaml: backend: given "caffe", '
         "allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
-        "lightgbm, catboost, treelite, text, text_python or module:Class",
+        "lightgbm, catboost, treelite, transformers, text, text_python or module:Class",
         "empty: no version that can be loaded: there is no folder with a number for its name, say 1",
     ]
     assert stage.served("good") == []
@@ -368,6 +368,28 @@ def test_a_start_lists_its_models_first_and_an_ensemble_waits_for_its_own_steps_
         await stage.repository.close()
 
     asyncio.run(asyncio.wait_for(start(), 60))
+
+
+def test_an_ensemble_whose_step_goes_while_it_loads_is_withdrawn(tmp_path: Path) -> None:
+    write_config(tmp_path, "step")
+    write_version(tmp_path, "step", 1)
+    (tmp_path / "pair" / "1").mkdir(parents=True)
+    (tmp_path / "pair" / "config.pbtxt").write_text(PAIR)
+
+    async def scene(stage: Stage) -> None:
+        stage.hooks.gates["pair", 1] = gate = asyncio.Event()
+        loading = asyncio.ensure_future(stage.repository.load("pair"))
+        while ("load", "pair", 1) not in stage.hooks.events:
+            await asyncio.sleep(0.001)
+        await stage.repository.unload("step")
+        gate.set()
+        await loading
+        while stage.served("pair"):
+            await asyncio.sleep(0.001)
+        error = stage.catalog.models["pair"].versions[1].error
+        assert str(error) == "ensemble 'pair' depends on 'step' which has no loaded version"
+
+    play(Stage(tmp_path, model_control="explicit"), scene)
 
 
 def test_closing_while_a_version_loads_ends_it(tmp_path: Path) -> None:

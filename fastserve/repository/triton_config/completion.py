@@ -52,6 +52,14 @@ PLATFORMS = {
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
+FIL_FILES = {
+    "xgboost": "xgboost.model",
+    "xgboost_json": "xgboost.json",
+    "xgboost_ubj": "xgboost.ubj",
+    "lightgbm": "model.txt",
+    "treelite_checkpoint": "checkpoint.tl",
+}
+"""Files of the backend fil by its parameter model_type."""
 
 DTYPE_OF = {
     "TYPE_BOOL": "bool",
@@ -87,8 +95,8 @@ def fill_defaults(config: TritonConfig, name: str) -> TritonConfig:
     if not config.ensemble:
         changes |= {
             "backend": backend,
-            "platform": (entry.triton_platform if entry else "") or config.platform,
-            "default_model_filename": config.default_model_filename or (entry.model_file if entry else ""),
+            "platform": _filled_platform(config, backend, entry),
+            "default_model_filename": config.default_model_filename or _default_file(config, entry),
             "optimization": _filled_optimization(config.optimization or ModelOptimizationPolicy()),
         }
     if (
@@ -96,6 +104,21 @@ def fill_defaults(config: TritonConfig, name: str) -> TritonConfig:
     ):  # how many workers there are depends on it; without one nothing is loaded
         changes["instance_group"] = _filled_groups(config, name, entry)
     return msgspec.structs.replace(config, **changes)
+
+
+def _filled_platform(config: TritonConfig, backend: str, entry: BackendEntry | None) -> str:
+    if PLATFORMS.get(config.platform) == backend:  # one of several of this backend
+        return config.platform
+    return (entry.triton_platform if entry else "") or config.platform
+
+
+def _default_file(config: TritonConfig, entry: BackendEntry | None) -> str:
+    if entry is None:
+        return ""
+    if entry.triton == "fil":
+        kind = config.parameters.get("model_type")
+        return FIL_FILES.get(kind.string_value if kind else "xgboost", "")
+    return entry.triton_file or entry.model_file
 
 
 def _filled_optimization(given: ModelOptimizationPolicy) -> ModelOptimizationPolicy:
@@ -222,7 +245,9 @@ def complete_from_files(config: TritonConfig, numbered: Mapping[int, Path], root
 
 def _with_backend(config: TritonConfig, numbered: Mapping[int, Path], root: Path) -> TritonConfig:
     for backend, entry in BY_TRITON_NAME.items():
-        file_name = entry.model_file
+        file_name = str(Path(entry.triton_file, entry.model_file))
+        if not entry.model_file:
+            continue
         given = config.default_model_filename
         suits = not given or Path(given).suffix == Path(file_name).suffix
         if suits and find_file(numbered, given or file_name, root) is not None:

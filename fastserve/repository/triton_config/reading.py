@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fastserve.backends.registry import BY_TRITON_NAME, find_backend
+from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME, find_backend
 from fastserve.devices.inventory import MACHINE
 from fastserve.errors import ConfigError
 from fastserve.repository.model_config import ModelConfig, TensorConfig, WarmupSample, with_places
@@ -337,7 +337,7 @@ def options_of(config: TritonConfig) -> Options:
     ]
     return Options(
         origin="config.pbtxt",
-        model_file=config.default_model_filename,
+        model_file=_model_file(config),
         idle=ignored_fields(config),
         queue=_queue(config),
         sequences=_sequences(config.sequence_batching, config) if config.sequence_batching else None,
@@ -355,6 +355,14 @@ def options_of(config: TritonConfig) -> Options:
         metric_tags=config.metric_tags,
         first_response_ms=bounds[-1] if bounds else None,
     )
+
+
+def _model_file(config: TritonConfig) -> str:
+    """Return the file that a version's folder must hold: of a SavedModel that of its graph."""
+    name = config.default_model_filename
+    if not config.ensemble and config.backend == BACKENDS["tensorflow"].triton:
+        return f"{name}/{BACKENDS['tensorflow'].model_file}"
+    return name
 
 
 def _queue(config: TritonConfig) -> QueueOptions | None:

@@ -19,6 +19,7 @@ from fastserve.backends.registry import BACKENDS, BY_TRITON_NAME
 from fastserve.devices.inventory import MACHINE
 from fastserve.errors import ConfigError
 from fastserve.repository.placement import DTYPES
+from fastserve.repository.triton_config.completion import FIL_FILES
 from fastserve.repository.triton_config.messages import (
     BatchInput,
     BatchOutput,
@@ -320,6 +321,17 @@ VLLM = (
     "version's folder, and model.yaml with `backend: text` in the place of config.pbtxt"
 )
 
+SAVED_MODEL_ALONE = (
+    "tensorflow_savedmodel: write the graph as a SavedModel (tf.compat.v1.saved_model.simple_save) into "
+    "model.savedmodel"
+)
+
+# Parameters of the backend fil that choose what it answers; others are about its speed.
+FIL_PARAMETERS = (
+    *("model_type", "output_class", "is_classifier", "predict_proba", "threshold"),
+    "xgboost_allow_unknown_field",
+)
+
 HISTOGRAMS = ("nv_inference_first_response_histogram_ms",)
 
 
@@ -336,6 +348,10 @@ def _refused(config: TritonConfig) -> Iterator[str]:
             f"unable to find backend library for backend '{config.backend}', "
             "try specifying runtime on the model configuration."
         )
+    if config.platform == "tensorflow_graphdef":
+        yield fault_text("platform", config.platform, SAVED_MODEL_ALONE)
+    if config.backend == "fil":
+        yield from _refused_of_fil(config)
     library = f"libtriton_{config.backend}.so"
     if config.runtime not in ("", library):
         yield fault_text("runtime", config.runtime, f"nothing, or the backend's own, {library}")
@@ -357,6 +373,20 @@ def _refused(config: TritonConfig) -> Iterator[str]:
     yield from _refused_of_optimization(config)
     yield from _refused_of_scheduling(config)
     yield from _refused_of_the_rest(config)
+
+
+def _refused_of_fil(config: TritonConfig) -> Iterator[str]:
+    told = {name: parameter.string_value for name, parameter in config.parameters.items()}
+    kind = told.get("model_type", "xgboost")
+    if kind not in FIL_FILES:
+        yield fault_text('parameters["model_type"]', kind, ", ".join(FIL_FILES))
+    for name in ("output_class", "is_classifier", "predict_proba"):
+        if told.get(name, "false").lower() not in ("true", "false"):
+            yield fault_text(f'parameters["{name}"]', told[name], "true or false")
+    try:
+        float(told.get("threshold", "0.5"))
+    except ValueError:
+        yield fault_text('parameters["threshold"]', told["threshold"], "a number")
 
 
 def _refused_of_tensor(place: str, tensor: ModelInput | ModelOutput, config: TritonConfig) -> Iterator[str]:
@@ -466,6 +496,8 @@ def _idle(config: TritonConfig) -> Iterator[str]:
         if family not in HISTOGRAMS:
             yield f"model_metrics.metric_control of {family!r}"
     yield from _idle_optimization(config)
+    if config.backend == "fil":
+        yield from (f'parameters["{name}"]' for name in config.parameters if name not in FIL_PARAMETERS)
     if config.backend == "python":
         libraries = config.model_operations.op_library_filename if config.model_operations else []
         for field, given in (
