@@ -31,11 +31,12 @@ from weakref import WeakKeyDictionary
 from fastserve.errors import Kind, Reason, ServeError, server_starting
 from fastserve.net.access_control import Opening, Refuse, Scope
 from fastserve.net.key_usage import KeyUsage, use_of
-from fastserve.settings.key_file import KEY, KeyEntry, read_keys
+from fastserve.settings.key_file import KEY, KeyEntry, KeyFileReader
 
 if TYPE_CHECKING:
     from fastserve.net.http1.large_bodies import ArrivedBody
     from fastserve.net.request import AccessLog, Call, Endpoint, RequestHead
+    from fastserve.net.traffic_split import TrafficSplit
 
 WANTED = "a valid API key is required: Authorization: Bearer KEY, x-api-key or api-key"
 LACKS_SCOPE = "this API key lacks the scope {}"
@@ -59,9 +60,13 @@ class ApiKey(NamedTuple):
 
 
 class Compartment:
-    """A part of the server, for the keys of some models. Listeners keep their part of it weakly."""
+    """A part of the server, for the keys of some models, or for requests that were drawn. Listeners keep
+    their part of it weakly. `split` draws among its requests; None: they were drawn already."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "split")
+
+    def __init__(self, split: TrafficSplit | None = None) -> None:
+        self.split = split
 
 
 MOST_COMPARTMENTS = 256
@@ -86,14 +91,18 @@ def refuse_compartments(models: tuple[str, ...]) -> Compartment:
     raise ServeError(Kind.PERMISSION_DENIED, WHOLE, reason=Reason.API_KEY)
 
 
+_NOBODY = _DUMMY, ApiKey("nobody", frozenset(), 0.0, KeyUsage(""))
+
+
 class _Ring(NamedTuple):
     """The keys of one reading of the file."""
 
     by_id: Mapping[bytes, tuple[KeyEntry, ApiKey]]
     by_subject: Mapping[str, ApiKey]
+    by_name: Mapping[str, tuple[KeyEntry, ApiKey]]
 
     def all(self) -> list[ApiKey]:
-        return [*(key for _, key in self.by_id.values()), *self.by_subject.values()]
+        return [key for _, key in self.by_name.values()]
 
 
 class EpochFollower(Protocol):
@@ -109,7 +118,8 @@ class ApiKeyGate:
 
     __slots__ = (
         "_clock", "_compartments", "_followers", "_make_compartment", "_make_usage", "_next_expiry", "_path",
-        "_ring", "_skipping", "_stamp", "_strangers", "_usages", "audit", "epoch", "opens_health", "stale",
+        "_reader", "_ring", "_skipping", "_stamp", "_strangers", "_usages", "audit", "epoch", "opens_health",
+        "stale",
     )  # fmt: skip
 
     def __init__(
@@ -125,6 +135,7 @@ class ApiKeyGate:
     ) -> None:
         """`strangers` counts requests without a valid key."""
         self._path, self._clock, self._make_compartment = path, clock, make_compartment
+        self._reader = KeyFileReader(path)
         self._make_usage, self._strangers, self.audit = make_usage, strangers or KeyUsage(""), audit
         self._usages: dict[str, KeyUsage] = {}  # by the names of keys
         self._compartments: dict[tuple[str, ...], Compartment] = {}  # those of models that keys name now
@@ -133,7 +144,7 @@ class ApiKeyGate:
         """Never 0 once `load` has returned."""
         self.stale = False
         """The file has changed and cannot be used: the keys are those of before."""
-        self._ring = _Ring({}, {})
+        self._ring = _Ring({}, {}, {})
         self._stamp: object = None
         self._next_expiry = float("inf")
         self._followers: list[EpochFollower] = []
@@ -277,21 +288,27 @@ class ApiKeyGate:
         stamp = self._look()  # before: a change within the reading is seen by the next look
         by_id: dict[bytes, tuple[KeyEntry, ApiKey]] = {}
         by_subject: dict[str, ApiKey] = {}
-        usages: dict[str, KeyUsage] = {}
-        for entry in read_keys(self._path).keys:
-            models = tuple(sorted(entry.models))
-            usage = usages[entry.name] = self._make_usage(entry, self._usages.get(entry.name))
-            key = ApiKey(entry.name, frozenset(map(Scope, entry.scopes)), entry.expires_at, usage, models)
+        by_name: dict[str, tuple[KeyEntry, ApiKey]] = {}
+        for entry in self._reader.read().keys:
+            known, key = self._ring.by_name.get(entry.name, _NOBODY)
+            if known is not entry:
+                key = self._make_key(entry)
+            by_name[entry.name] = entry, key
             if entry.subject:
                 by_subject[entry.subject] = key
             else:
                 by_id[entry.id.encode()] = entry, key
         self.flush()  # of keys that are gone, too
-        self._ring, self._stamp, self.stale = _Ring(by_id, by_subject), stamp, False
-        self._usages = usages
+        self._ring, self._stamp, self.stale = _Ring(by_id, by_subject, by_name), stamp, False
+        self._usages = {name: key.usage for name, (_, key) in by_name.items()}
         named = {key.models for key in self._ring.all()}
         self._compartments = {models: one for models, one in self._compartments.items() if models in named}
         self._begin_epoch()
+
+    def _make_key(self, entry: KeyEntry) -> ApiKey:
+        usage = self._make_usage(entry, self._usages.get(entry.name))
+        scopes, models = frozenset(map(Scope, entry.scopes)), tuple(sorted(entry.models))
+        return ApiKey(entry.name, scopes, entry.expires_at, usage, models)
 
     def _begin_epoch(self) -> None:
         now = self._clock()

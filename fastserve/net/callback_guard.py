@@ -89,8 +89,9 @@ SUBJECT = "client_subject"  # what transports that encrypt are asked for by get_
 class Peered:
     """A protocol that knows its transport."""
 
-    __slots__ = ()
+    __slots__ = ()  # those of a protocol have "_address"
 
+    _address: str
     _transport: asyncio.Transport
 
     @property
@@ -101,7 +102,12 @@ class Peered:
     @property
     def address(self) -> str:
         """Return the client's address: HOST:PORT, "unix" of a socket file."""
-        return address_of(self._transport.get_extra_info("peername"))
+        try:
+            return self._address
+        except AttributeError:
+            found = address_of(self._transport.get_extra_info("peername"))
+            self._address = found  # type: ignore[misc]
+            return found
 
 
 def address_of(peername: object) -> str:

@@ -269,7 +269,7 @@ class TakingCountedEndpoint(CountedEndpoint):
     def take(self, call: Call, body: ArrivedBody) -> bool:
         taken: bool = self.endpoint.take(call, body)
         if taken:
-            self.count()
+            self.counter.add()
         return taken
 
 
@@ -323,6 +323,6 @@ def use_of(usage: KeyUsage, endpoint: Endpoint, refuse: Refuse) -> Endpoint:
     takes = hasattr(endpoint, "take")
     if not usage.limited:
         counted = TakingCountedEndpoint if takes else CountedEndpoint
-        return counted(usage, usage.requests.add, endpoint)
+        return counted(usage, usage.requests, endpoint)
     made = TakingLimitedEndpoint if takes else LimitedEndpoint
     return made(usage, endpoint, refuse)

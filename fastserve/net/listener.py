@@ -42,8 +42,10 @@ from fastserve.net.tls.credentials import Credentials
 from fastserve.net.tls.handshake import Handshake
 from fastserve.net.tls.transport import H2, HTTP_1_1, TlsPort
 from fastserve.net.traced_endpoints import Tracer
+from fastserve.net.traffic_split import TrafficSplit
 from fastserve.settings import Limits
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, MemoryBudget
+from fastserve.util.model_demand import Want
 from fastserve.util.rate_limited_log import run_all
 
 log = logging.getLogger(__name__)
@@ -95,8 +97,11 @@ class HttpListener(ListenerState):
         gate: ApiKeyGate | None = None,
         dialects_of: DialectsOf | None = None,
         tracer: Tracer | None = None,
+        want: Want | None = None,
+        split: TrafficSplit | None = None,
     ) -> None:
-        router = Router(dialects, opening, origins, restrictions, gate, dialects_of, limits, tracer)
+        served = dialects, opening, origins, restrictions, gate, dialects_of, limits, tracer, want, split
+        router = Router(*served)
         super().__init__(router, limits, access_log, clock, lifetimes, budget, gate)
         self.http2 = Http2Shared(self, services)
         self.tls = None if tls is None else TlsPort(tls, (H2,) if only_http2 else (H2, HTTP_1_1), self.guard)

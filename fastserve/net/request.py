@@ -397,8 +397,8 @@ class Call:
     endpoint it cancels the task unless the endpoint sets it."""
 
     __slots__ = (
-        "_claim", "_connection", "_replied", "_request_id", "_status", "_stream", "_task", "_watchers",
-        "body", "deadline_ns", "gone", "head", "on_gone", "ready", "received_ns",
+        "_claim", "_connection", "_open", "_replied", "_request_id", "_status", "_stream", "_task",
+        "_watchers", "body", "deadline_ns", "gone", "head", "on_gone", "ready", "received_ns",
     )  # fmt: skip
 
     def __init__(self, connection: CallConnection, head: RequestHead, body: bytes | bytearray) -> None:
@@ -618,6 +618,10 @@ class Call:
         self._task.add_done_callback(lambda _: work.close())  # one that is cancelled before it began
         self.on_gone = self._task.cancel
 
+    def leave_open(self) -> None:
+        """Allow the coroutine of the endpoint to end without a reply, which comes later."""
+        self._open: bool = True
+
     async def _conclude(self, work: Coroutine[Any, Any, None]) -> None:
         if self.head.usage is not None:
             ACCOUNT.set(self.head.usage)
@@ -631,7 +635,7 @@ class Call:
             except Exception as error:
                 self.fail(error)
             else:
-                if not self._replied:
+                if not self._replied and not getattr(self, "_open", False):
                     self.fail(RuntimeError("the endpoint returned without a reply"))
                 elif self._stream is not None:
                     self._stream.give_up()

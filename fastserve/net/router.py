@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from enum import IntEnum
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -36,11 +37,14 @@ from fastserve.net.deadlines import (
     read_timeout_headers,
     time_is_up,
 )
+from fastserve.net.demand_endpoints import demand_endpoint
 from fastserve.net.key_usage import limit_headers
 from fastserve.net.limits import BodyRefused, KeyRefused, UnknownMethod, WireFault, error_body
 from fastserve.net.request import CLOSE, CachedRoute, Call, Endpoint, RequestHead
 from fastserve.net.traced_endpoints import Tracer
+from fastserve.net.traffic_split import TrafficSplit, split_endpoint
 from fastserve.settings import Limits
+from fastserve.util.model_demand import Want
 
 CHECKED_BYTES = 1 << 20
 """Content-Length from which a route is asked whether it takes such a body."""
@@ -194,11 +198,12 @@ class Router:
     """Find the endpoint of a target over the dialects of one listener, in their order. `origins` are
     those of web pages that may administer; with `gate` every endpoint is behind an API key, and `dialects_of`
     has the dialects of this listener for keys of some models; with `tracer` some requests that infer are
-    traced."""
+    traced; with `want` requests wait for models that are loaded on demand; `split` draws the dialects of
+    those that infer."""
 
     __slots__ = (
         "_dialects", "_dialects_of", "_gate", "_limits", "_narrowed", "_opening", "_origins", "_remembered",
-        "_restrictions", "_spokesman", "_tracer",
+        "_restrictions", "_split", "_spokesman", "_tracer", "_want",
     )  # fmt: skip
 
     def __init__(
@@ -211,8 +216,11 @@ class Router:
         dialects_of: DialectsOf | None = None,
         limits: Limits | None = None,
         tracer: Tracer | None = None,
+        want: Want | None = None,
+        split: TrafficSplit | None = None,
     ) -> None:
-        self._gate, self._dialects_of, self._tracer = gate, dialects_of, tracer
+        self._split = split
+        self._gate, self._dialects_of, self._tracer, self._want = gate, dialects_of, tracer, want
         self._limits = limits or Limits()
         self._narrowed: WeakKeyDictionary[Compartment, Router] = WeakKeyDictionary()
         self._dialects = tuple(dialects)
@@ -266,6 +274,9 @@ class Router:
         if not isinstance(scope, Scope):
             raise TypeError(f"{method} {target[:200]}: a route needs a Scope, given {scope!r}")
         endpoint = route.endpoint
+        if self._split is not None and scope is Scope.INFER:
+            endpoint = split_endpoint(self._split, endpoint, partial(self._find_arm, method, target))
+        endpoint = demand_endpoint(self._want, endpoint)
         if self._tracer is not None and scope is Scope.INFER:
             endpoint = self._tracer.trace_endpoint(endpoint)
         endpoint = self._restrictions.guard_endpoint(endpoint, scope, route.resources, refuse)
@@ -282,13 +293,29 @@ class Router:
 
     def _narrow(self, compartment: Compartment, head: RequestHead) -> Endpoint:
         """Return the endpoint of a head's target in a compartment. Raises ServeError where there is none."""
+        return self._open(compartment).find(head.method, head.target)[0]
+
+    def _open(self, compartment: Compartment) -> Router:
         assert self._dialects_of is not None
         router = self._narrowed.get(compartment)
         if router is None:
             dialects = self._dialects_of(compartment)
-            made = Router(dialects, self._opening, self._origins, self._restrictions, tracer=self._tracer)
-            router = self._narrowed[compartment] = made
-        return router.find(head.method, head.target)[0]
+            given = self._opening, self._origins, self._restrictions
+            router = self._narrowed[compartment] = Router(
+                dialects,
+                *given,
+                dialects_of=self._dialects_of,
+                tracer=self._tracer,
+                want=self._want,
+                split=compartment.split,
+            )
+        return router
+
+    def _find_arm(self, method: str, target: str, compartment: Compartment) -> Endpoint:
+        """Return the bare endpoint of a target in a compartment that was drawn."""
+        chosen = self._open(compartment).choose(method, target)
+        assert chosen is not None, f"{method} {target} infers, and is in every compartment"
+        return chosen[1].endpoint
 
     def choose(self, method: str, target: str) -> tuple[HttpDialect, Route] | None:
         """Return the route that gives way least, the first of several."""

@@ -1,9 +1,9 @@
 """Endpoints some of whose calls are traced: in front of every route that infers, where tracing is on.
 
-A call that is not traced goes on at once: a subtraction, and a look at its head. A traced one takes the same
-way: on the general path the stages find its span as that of their task, on the fast path by its exchange
-(`FAST`). Spans begin behind the checks of scopes and API keys: what these refuse has none. RPCs have
-net/grpc/traced_methods.py.
+A call that is not traced goes on at once: compiled code subtracts one, and its head was looked at before. A
+traced one takes the same way: on the general path the stages find its span as that of their task, on the fast
+path by its exchange (`FAST`). Spans begin behind the checks of scopes and API keys: what these refuse has
+none. RPCs have net/grpc/traced_methods.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,54 @@ from asyncio import CancelledError
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from fastserve._ext.fast_path import FastSpan, SampleCountdown, sample_endpoint
 from fastserve.errors import ServeError
 from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.net.request import GONE, Call, Endpoint
-from fastserve.util.spans import FAST, FastSpan, HttpFacts, RequestSpan, enter_span, in_span
-from fastserve.util.tracing import TraceContext, TraceSampler
+from fastserve.util.spans import FAST, HttpFacts, RequestSpan, enter_span, leave_span
+from fastserve.util.tracing import TraceContext, draw_gap, make_span_id, make_trace_id
+
+ALWAYS = 1.0
+MOST_LEFT = (1 << 62) - 1
+
+
+class TraceSampler(SampleCountdown):
+    """Decide which requests are traced: by their parent where they have one and `parent_based` is set, else a
+    share `ratio` of them, at random.
+
+    The caller counts `left` down for each request without a parent and calls `take` at zero: a request that
+    is not traced costs one subtraction, in compiled code on the fast paths."""
+
+    __slots__ = ("_bound", "_parent_based", "_ratio")
+
+    def __init__(self, ratio: float, *, parent_based: bool = True) -> None:
+        self._ratio, self._parent_based, self._bound = ratio, parent_based, int(ratio * (1 << 64))
+        self._draw()
+
+    def take(self) -> TraceContext | None:
+        """Return the context of the span of the request whose turn has come, and draw the next one; None
+        where none is ever traced."""
+        self._draw()
+        return TraceContext(make_trace_id(self._bound), make_span_id()) if self._ratio > 0 else None
+
+    def follow(self, parent: TraceContext) -> TraceContext | None:
+        """Return the context of a request's span below `parent`, None where it is not sampled."""
+        sampled = parent.sampled if self._parent_based else self._covers(parent.trace_id)
+        return TraceContext(parent.trace_id, make_span_id(), True, parent.state) if sampled else None
+
+    def _draw(self) -> None:
+        """Draw how many requests come up to the next one that is traced, itself included."""
+        if self._ratio >= ALWAYS:
+            self.left = 1
+        elif self._ratio <= 0:
+            self.left = MOST_LEFT
+        else:
+            self.left = min(draw_gap(self._ratio), MOST_LEFT)
+
+    def _covers(self, trace_id: str) -> bool:
+        """Whether OpenTelemetry's TraceIdRatioBased samples a trace: by the last 64 bits of its id."""
+        return int(trace_id[16:], 16) < self._bound
+
 
 SendSpan = Callable[[RequestSpan], None]
 
@@ -41,21 +84,11 @@ class TracedEndpoint:
 
     def __init__(self, tracer: Tracer, endpoint: Endpoint) -> None:
         self._tracer, self._endpoint = tracer, endpoint
-        self._counted = self._count(endpoint)
+        self._counted: Endpoint = sample_endpoint(tracer.sampler, endpoint, self._take_turn)
 
-    def _count(self, endpoint: Endpoint) -> Endpoint:
-        """Return the endpoint of calls without a parent. It runs for every request: a closure costs half of a
-        method."""
-        sampler, trace = self._tracer.sampler, self._trace
-
-        def counted(call: Call) -> Coroutine[Any, Any, None] | None:
-            sampler.left -= 1
-            if sampler.left > 0:
-                return endpoint(call)
-            context = sampler.take()
-            return endpoint(call) if context is None else trace(call, context, None)
-
-        return counted
+    def _take_turn(self, call: Call) -> Coroutine[Any, Any, None] | None:
+        context = self._tracer.sampler.take()
+        return self._endpoint(call) if context is None else self._trace(call, context, None)
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         head = call.head
@@ -71,16 +104,20 @@ class TracedEndpoint:
         self, call: Call, context: TraceContext, parent: TraceContext | None
     ) -> Coroutine[Any, Any, None] | None:
         call.follow_trace(context.trace_id)
-        facts = HttpFacts(call.method, call.target, call.address, call.header(b"user-agent"), call.request_id)
+        head = call.head
+        agent = head.find(b"user-agent") or b""
+        facts = HttpFacts(head.method, head.target, call.address, agent, call.request_id)
         parent_id = "" if parent is None else parent.span_id
         span = RequestSpan(context, parent_id, facts, call.received_ns)
-        fast = FAST[call] = FastSpan(span, call, self._end)
+        fast = FastSpan(span, call, self._end, FAST)
+        token = enter_span(span)
         try:
-            with in_span(span):
-                work = self._endpoint(call)
+            work = self._endpoint(call)
         except BaseException:
             del FAST[call]
             raise
+        finally:
+            leave_span(token)
         if fast.under_way:
             return None
         FAST.pop(call, None)

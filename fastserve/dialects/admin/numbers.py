@@ -354,13 +354,15 @@ class _Facts:
 
 
 def state_of(readiness: ModelReadiness | None, model: Model | None) -> str:
-    """Return ready, loading, down or unloaded."""
+    """Return ready, loading, down, unloaded, or dormant for a model that its next request loads."""
     if readiness is None:
         return "unloaded"
-    if readiness.ready:
-        return "ready"
     versions = model.versions.values() if model is not None else ()
-    coming = model is not None and model.latest is None and any(one.state in LOADING for one in versions)
+    states = {one.state for one in versions if not one.dormant}
+    coming = model is not None and model.latest is None and not states.isdisjoint(LOADING)
+    if readiness.ready:
+        waits = model is not None and model.waits_for_demand
+        return "dormant" if waits and not coming else "loading" if waits else "ready"
     return "loading" if coming else "down"
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from fastserve._ext.fast_path import Ticket
-from fastserve.engine.arena_io import ArenaIO, inputs_bytes
+from fastserve.engine.arena_io import ArenaIO, tensors_bytes
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.schedulers.plain import submit_written
 from fastserve.errors import ServeError, internal
@@ -123,7 +123,7 @@ class SealedQueue:
 
     def _begin(self, batch: SealedBatch, member: BatchMember, at: int) -> None:
         """Fill the member's lease: now when its inputs are small, else in a task that offloads the copy."""
-        queue, nbytes = self.queue, inputs_bytes(member.inputs)
+        queue, nbytes = self.queue, tensors_bytes(member.inputs)
         write = partial(self._io.write_inputs, at, member.rows, member.inputs, member.request)
         filling = self._fill_one(batch, member, at, queue.fill(at, member.rows, nbytes, write))
         if nbytes < OFFLOAD_BYTES:

@@ -1,8 +1,10 @@
 """The response cache: a model's earlier answers to the same inputs (`_ext.response_cache` keeps it).
 
 The key holds the version itself (never a namesake loaded later), each input with name, dtype, shape and
-bytes, and the requested outputs. A request that equals one under way waits for it. Errors are neither kept
-nor shared. A fast path that has the inputs in memory looks them up by itself:
+bytes, the requested outputs, and the parameters where the model sees whole requests. A request that equals
+one under way waits for it, up to its own deadline. Errors are neither kept nor shared: if the one under way
+fails, or its client leaves, one that waits runs and the others wait for that one; after LEADERS of them in
+vain each runs by itself. A fast path that has the inputs in memory looks them up by itself:
 
     found = stage.find(stage.head(sorts, outputs), memory)
     an Entry: a hit; None: an equal one is under way; a Miss: to be run in the stage's queue, then
@@ -16,7 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from itertools import count
 
 from fastserve._ext.response_cache import (
@@ -30,9 +34,10 @@ from fastserve._ext.response_cache import (
     lay_out_shared,
     shared_bytes,
 )
-from fastserve.engine.batch_queue import BatchQueue
+from fastserve.backends.registry import find_backend
+from fastserve.engine.batch_queue import BatchQueue, queued_too_long
 from fastserve.engine.counters import RequestCounters
-from fastserve.engine.engine import Engine, Scheduler, find_scheduler
+from fastserve.engine.engine import Engine, Scheduler
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse, by_name
 from fastserve.tensor import DTYPE_BY_CODE, Tensor
@@ -54,9 +59,13 @@ __all__ = [
     "respond",
 ]
 MOST_HEADS = 256
+LEADERS = 3
+"""Equal requests that one waits for, each after the one before has left no answer. They run one after the
+other, so that is how long requests wait for a model that fails, or whose answers the cache does not hold."""
 Memory = bytes | bytearray | memoryview
 InputForm = tuple[str, int, tuple[int, ...], int]  # name, dtype code, shape and bytes of an input
 OutputForm = tuple[tuple[str, int, tuple[int, ...]], ...]  # name, dtype code and shape of every output
+_NONE: Mapping[str, object] = {}
 _numbers = count()
 
 
@@ -118,13 +127,14 @@ class CachedScheduler(Scheduler):
     async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
         head, memory = self.keys.of(version, request)
         found = self.cache.find(head, memory, self.counts)
+        for _ in range(LEADERS):
+            if found is not None:
+                break
+            await self._until_left(self.cache.key(head, memory), request.deadline_ns)
+            found = self.cache.find(head, memory, self.counts)
         if found is None:
-            key = self.cache.key(head, memory)
-            await self._until_left(key)
-            found = self.cache.get(key, self.counts)
-            if found is None:  # it failed, was too large, or is under way again: each for itself then
-                self.cache.count_miss(self.counts)
-                return await self.inner.infer(engine, version, request)
+            self.cache.count_miss(self.counts)
+            return await self.inner.infer(engine, version, request)
         if isinstance(found, Entry):
             return respond(found)
         return await self._run(found, engine, version, request)
@@ -143,11 +153,8 @@ class CachedScheduler(Scheduler):
         self.cache.forget(self.keys.prefix)
         self.inner.close()
 
-    @staticmethod
-    def number_of(version: Version) -> int | None:
-        """Return the number of the version's keys; None for one without a cache."""
-        scheduler = find_scheduler(version)
-        return scheduler.keys.number if isinstance(scheduler, CachedScheduler) else None
+    def cache_number(self) -> int | None:
+        return self.keys.number
 
     def instance_lost(self, part: int) -> None:
         self.inner.instance_lost(part)
@@ -155,10 +162,14 @@ class CachedScheduler(Scheduler):
     def instance_back(self, part: int) -> None:
         self.inner.instance_back(part)
 
-    async def _until_left(self, key: bytes) -> None:
+    async def _until_left(self, key: bytes, deadline_ns: int) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.cache.wait(key, lambda: None if waiter.done() else waiter.set_result(None))
-        await waiter
+        left_s = max(deadline_ns - time.monotonic_ns(), 0) / 1e9 if deadline_ns else None
+        await asyncio.wait([waiter], timeout=left_s)
+        if not waiter.done():
+            waiter.cancel()
+            raise queued_too_long()
 
     async def _run(
         self, miss: Miss, engine: Engine, version: Version, request: InferRequest
@@ -205,17 +216,23 @@ class CacheKeys:
         if len(names) < len(inputs):
             names += sorted(inputs.keys() - names)
         sorts = tuple([_sort(name, inputs[name]) for name in names])
-        return self.head(sorts, request.outputs), [inputs[name].data for name in names]
+        seen = bool(request.parameters) and find_backend(version.config.backend).takes == "requests"
+        head = self.head(sorts, request.outputs, request.parameters if seen else {})
+        return head, [inputs[name].data for name in names]
 
-    def head(self, sorts: tuple[InputForm, ...], outputs: tuple[str, ...]) -> bytes:
+    def head(
+        self, sorts: tuple[InputForm, ...], outputs: tuple[str, ...], parameters: Mapping[str, object] = _NONE
+    ) -> bytes:
         """Everything of a key but the bytes of the inputs, which are given in the model's own order. It tells
-        how many there are of each: what follows it cannot be read two ways."""
-        head = self._heads.get((sorts, outputs))
+        how many there are of each: what follows it cannot be read two ways. `parameters` are those that the
+        model sees."""
+        told = blake2b(repr(sorted(parameters.items())).encode()).digest() if parameters else b""
+        head = self._heads.get((sorts, outputs, told))
         if head is None:
             if len(self._heads) >= MOST_HEADS:
                 self._heads.clear()
-            text = repr((sorts, outputs)).encode()
-            head = self._heads[sorts, outputs] = self.prefix + len(text).to_bytes(4, "big") + text
+            text = repr((sorts, outputs, told) if told else (sorts, outputs)).encode()
+            head = self._heads[sorts, outputs, told] = self.prefix + len(text).to_bytes(4, "big") + text
         return head
 
 

@@ -18,7 +18,7 @@ from contextlib import aclosing
 from functools import partial
 
 from fastserve._ext.fast_path import Ticket
-from fastserve.engine.arena_io import ArenaIO, inputs_bytes, read_answer
+from fastserve.engine.arena_io import ArenaIO, read_answer, tensors_bytes
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.counters import counters_of, first_responses
 from fastserve.engine.input_checks import check_inputs
@@ -222,7 +222,7 @@ async def stream_on_queue(
     rows = max(check_inputs(version, request.inputs), 1)
     lease = await queue.reserve(_fitting(queue, rows), request.deadline_ns, request.account)
     write = partial(ArenaIO(queue).write_inputs, lease, rows, request.inputs, request)
-    await queue.fill(lease, rows, inputs_bytes(request.inputs), write)
+    await queue.fill(lease, rows, tensors_bytes(request.inputs), write)
     parts = PartReader(queue, lease, version)
     ended = None if request.trace is None else queue.trace_lease(request.trace, lease, rows)
     ticket = queue.submit(lease, rows, parts.done, request.deadline_ns, parts, request.account)

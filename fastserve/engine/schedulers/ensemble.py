@@ -314,6 +314,10 @@ class EnsembleScheduler(Scheduler):
             self._unpinned.clear()
             await self._unpinned.wait()
 
+    @property
+    def busy(self) -> bool:
+        return self._waiting > 0
+
     async def drain(self) -> None:
         await self._idle.wait()
 
@@ -338,6 +342,7 @@ class EnsembleScheduler(Scheduler):
         versions = [version for version in found if version is not None]
         if len(versions) < len(found):
             model = self.plan.steps[found.index(None)].model
+            engine.catalog.explain_absence(model)
             raise ServeError(
                 Kind.NOT_FOUND, f"Request for unknown model: '{model}' has no available versions"
             )

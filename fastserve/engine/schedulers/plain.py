@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from functools import partial
 
 from fastserve._ext.fast_path import Ticket
-from fastserve.engine.arena_io import ArenaIO, choose, inputs_bytes, join_parts
+from fastserve.engine.arena_io import ArenaIO, choose, join_parts, tensors_bytes
 from fastserve.engine.batch_queue import BatchQueue
 from fastserve.engine.engine import Engine, Scheduler
 from fastserve.engine.input_checks import RowSlices, check_inputs, empty_outputs
@@ -94,7 +94,7 @@ async def _run(
     """Reserve and write one lease, submit it, and return its answer."""
     lease = await queue.reserve(rows, request.deadline_ns, request.account, patient=patient)
     write = partial(ArenaIO(queue).write_inputs, lease, rows, inputs, request)
-    await queue.fill(lease, rows, inputs_bytes(inputs), write)
+    await queue.fill(lease, rows, tensors_bytes(inputs), write)
     answer, ticket = submit_written(queue, request, rows, lease)
     try:
         return await answer
@@ -171,7 +171,8 @@ async def _run_split(queue: BatchQueue, request: InferRequest, rows: int) -> dic
 
     first = asyncio.ensure_future(run_first())
     await gather_or_cancel([first, *(run_on() for _ in range(PIECES_A_WORKER * queue.workers - 1))])
-    return join_parts([parts[start] for start in sorted(parts)])
+    answers = [parts[start] for start in sorted(parts)]
+    return await queue.offload(sum(map(tensors_bytes, answers)), join_parts, answers)
 
 
 def _copy_out(queue: BatchQueue, ticket: Ticket) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ class Schedule:
         self._cache = cache if options.cached else None
         check_schedule(config, cached=self._cache is not None)
         if self._cache is None and options.cached:
-            log.warning("%r: response_cache.enable has no effect: response_cache_bytes is 0", version)
+            log.warning("%r: %s has no effect: response_cache_bytes is 0", version, _cache_field(config))
         for field in options.idle:
             log.warning("%r: %s has no effect on this server", version, field)
         self._version, self._options = version, options
@@ -149,10 +149,12 @@ def check_schedule(config: ModelConfig, *, cached: bool = False) -> None:
     """Raise ServeError INVALID_ARGUMENT for scheduling that this server cannot do."""
     options = config.options
     asked = _answers_once(config, cached=cached)
+    if cached and options.decoupled and not config.triton:
+        raise invalid("cache: given true, allowed: false with a model that answers in parts")
     if asked and options.decoupled:
         raise invalid(f"{asked}: model_transaction_policy.decoupled: given true, allowed: false with this")
     if cached and options.sequences is not None:
-        raise invalid("response_cache: answers of a sequence depend on more than the request")
+        raise invalid(f"{_cache_field(config)}: answers of a sequence depend on more than the request")
 
 
 def _check_limited(options: Options) -> None:
@@ -161,6 +163,11 @@ def _check_limited(options: Options) -> None:
             "instance_group.rate_limiter: with rate_limit execution_count not for decoupled models "
             "or sequences"
         )
+
+
+def _cache_field(config: ModelConfig) -> str:
+    """Return the field that puts the cache before a model, as its own file calls it."""
+    return "response_cache.enable" if config.triton else "cache"
 
 
 def _answers_once(config: ModelConfig, *, cached: bool) -> str:

@@ -283,6 +283,11 @@ class SequenceSlots:
         self._lost: dict[SequenceId, int] = {}  # with their worker: until when that is remembered
         self._born = 0
 
+    @property
+    def live(self) -> int:
+        """Return how many sequences have begun and not ended."""
+        return len(self._live)
+
     # --- requests ---------------------------------------------------------------------------------
 
     def ask(self, id: SequenceId, *, start: bool, end: bool, what: Any, now_ns: int) -> SequenceRequest:
@@ -582,6 +587,10 @@ class SequenceScheduler(Scheduler):
 
     def pending(self) -> int:
         return self.sequences.waiting
+
+    @property
+    def busy(self) -> bool:
+        return self.sequences.live > 0
 
     died_with_it = SEQUENCE_DIED
 

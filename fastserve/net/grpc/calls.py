@@ -59,6 +59,7 @@ from fastserve.net.http2.stream import STREAM_WINDOW, Http2Stream, Piece, Stream
 from fastserve.net.key_usage import KeyShare, KeyUsage
 from fastserve.net.limits import Verdict, WireFault, slowness
 from fastserve.net.request import RequestHead as HttpHead
+from fastserve.net.traffic_split import TrafficSplit
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim
 from fastserve.util.offload import OFFLOAD_BYTES
 from fastserve.util.tracing import TraceContext, choose_request_id
@@ -393,7 +394,7 @@ class GrpcCall(CallPath):
         calls, method = self.head.calls, self.head.method
         if self.head.usage is not None:
             ACCOUNT.set(self.head.usage)
-        if calls.epoch and (method.takes_stream or method.gives_stream):
+        if calls.gate is not None and (method.takes_stream or method.gives_stream):
             calls.streaming[self] = self.head.models
         try:
             try:
@@ -608,13 +609,19 @@ ENCODINGS = frozenset(one.strip() for one in ACCEPTED.split(b","))
 
 
 MethodsOf = Callable[[Compartment], Sequence[Method]]
+SplitMethods = Callable[[TrafficSplit, Compartment | None], Sequence[Method]]
 OTHER_MODELS = "the models of this API key have changed"
 
 
 class GrpcCalls(CallsPath):
-    """Find the methods of all calls on a listener: gRPC as a service of HTTP/2's streams."""
+    """Find the methods of all calls on a listener: gRPC as a service of HTTP/2's streams.
 
-    __slots__ = ("_methods", "_methods_of", "_narrowed", "gate", "share", "streaming", "terms")
+    While `split` is active, calls that infer have the methods of `split_methods`, which draw."""
+
+    __slots__ = (
+        "_changes", "_methods", "_methods_of", "_narrowed", "_split_methods", "_splitting", "gate", "share",
+        "split", "streaming", "terms",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -623,6 +630,8 @@ class GrpcCalls(CallsPath):
         most_at_once: int,
         gate: ApiKeyGate | None = None,
         methods_of: MethodsOf | None = None,
+        split: TrafficSplit | None = None,
+        split_methods: SplitMethods | None = None,
     ) -> None:
         super().__init__((HEAD, OK, StreamState.CLOSED, GrpcCall))
         self.terms, self._methods, self._methods_of = terms, methods, methods_of
@@ -635,13 +644,23 @@ class GrpcCalls(CallsPath):
         self.logged = terms.access_log is not None or gate is not None
         self.plain_bytes = min(PARTED_BYTES - 1, terms.most_bytes)
         self.most_at_once = most_at_once
+        self.split, self._split_methods = split, split_methods
+        self._splitting: WeakKeyDictionary[TrafficSplit, Mapping[str, Method]] = WeakKeyDictionary()
+        self._changes = 0  # of what is split: with the gate's epoch they are this one's
         self.epoch, self.gate = 0, gate
         if gate is not None:
             gate.follow(self)
+        if split is not None:
+            split.on_change.append(self._split_changed)
+
+    def _split_changed(self) -> None:
+        """Look for every head's method again."""
+        self._changes += 1
+        self.epoch += 1
 
     def begin_epoch(self, epoch: int) -> None:
         """Look at every head's key again, and end the streams whose key holds no more."""
-        self.epoch = epoch
+        self.epoch = epoch + self._changes
         for call, models in list(self.streaming.items()):
             call.head.admit()
             if call.head.key_fault is not None:
@@ -653,7 +672,12 @@ class GrpcCalls(CallsPath):
         """Return the method that a key leads to; None where there is none of that path. Raises ServeError."""
         whole = self._methods.get(path)
         compartment = None if self.gate is None else self.gate.compartment_of(key)
-        if compartment is None or whole is None:
+        if whole is None:
+            return None
+        split = self.split if compartment is None else compartment.split
+        if split is not None and split.active and whole.scope is Scope.INFER:
+            return self._find_splitting(split, compartment).get(path, whole)
+        if compartment is None:
             return whole
         assert self._methods_of is not None
         found = self._narrowed.get(compartment)
@@ -662,12 +686,23 @@ class GrpcCalls(CallsPath):
             found = self._narrowed[compartment] = {method.path: method for method in methods}
         return found.get(path, whole)  # health and reflection are the server's
 
+    def _find_splitting(self, split: TrafficSplit, compartment: Compartment | None) -> Mapping[str, Method]:
+        found = self._splitting.get(split)
+        if found is None:
+            assert self._split_methods is not None
+            methods = self._split_methods(split, compartment)
+            found = self._splitting[split] = {method.path: method for method in methods}
+        return found
+
     def close(self) -> None:
         """Forget the deadlines of calls, and the keys: the listener is closed."""
         self.deadlines.close()
         gate, self.gate = self.gate, None
         if gate is not None:
             gate.leave(self)
+        split, self.split = self.split, None
+        if split is not None:
+            split.on_change.remove(self._split_changed)
 
     def find(self, head: HttpHead) -> CallHead | None:
         """Return the head of a gRPC request, known by its content type; None for other requests."""
@@ -770,11 +805,13 @@ class CallHead(HeadPath):
     def _use(self, method: Method) -> None:
         self.method = method
         admin = method.scope is Scope.ADMIN  # whose callers are looked at
-        self.start = None if admin else method.start  # the short way, once the server has opened
+        below = method.start_below is not None and any(name == b"traceparent" for name, _ in self.headers)
+        start = method.start_below if below else method.start
+        self.start = None if admin else start  # the short way, once the server has opened
         self.take = None if admin else method.take
 
     def admit(self) -> None:
-        """Look whether the API key allows such calls in this epoch, and which method it leads to."""
+        """Look whether the API key allows such calls in this epoch, and which method they have."""
         gate = self.calls.gate
         if gate is not None and self.http is not None:
             self.key_fault = None
@@ -788,6 +825,10 @@ class CallHead(HeadPath):
                 self.models, self.usage = ((), None) if key is None else (key.models, key.usage)
                 if method is not None:
                     self._use(method)
+        elif self.calls.split is not None and self.http is not None:
+            method = self.calls.find_method(self.path, None)
+            if method is not None:
+                self._use(method)
         self.epoch = self.calls.epoch
         usage = self.usage
         if self.shared or usage is None or usage.counts_running or self.scope is Scope.ADMIN:

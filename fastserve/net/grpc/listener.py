@@ -9,7 +9,8 @@ import msgspec
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import NO_RESTRICTIONS, Opening, Restrictions, Scope
 from fastserve.net.api_keys import ApiKeyGate, Compartment
-from fastserve.net.grpc.calls import GrpcCalls, MethodsOf
+from fastserve.net.demand_endpoints import demand_method
+from fastserve.net.grpc.calls import GrpcCalls, MethodsOf, SplitMethods
 from fastserve.net.grpc.health import Health, reflection_methods
 from fastserve.net.grpc.method import AccessLog, Method, Rpc, RpcTerms, guard_method
 from fastserve.net.grpc.traced_methods import trace_method
@@ -18,8 +19,10 @@ from fastserve.net.listener import HttpListener
 from fastserve.net.sockets import InheritedSockets
 from fastserve.net.tls import Credentials
 from fastserve.net.traced_endpoints import Tracer
+from fastserve.net.traffic_split import SplitRpc, TrafficSplit
 from fastserve.settings import GrpcOptions, Limits
 from fastserve.util.memory_budget import MemoryBudget
+from fastserve.util.model_demand import Want
 
 ANY = 1 << 62
 NEVER_S = 1e12
@@ -40,9 +43,12 @@ class NativeTransport:
         passed_on: InheritedSockets | None = None,
         gate: ApiKeyGate | None = None,
         methods_of: MethodsOf | None = None,
+        split: TrafficSplit | None = None,
+        split_methods: SplitMethods | None = None,
     ) -> None:
         by_path = {method.path: method for method in methods}
-        self._calls = GrpcCalls(by_path, terms, options.concurrent_calls, gate, methods_of)
+        more = gate, methods_of, split, split_methods
+        self._calls = GrpcCalls(by_path, terms, options.concurrent_calls, *more)
         limits = grpc_limits(terms.limits, options)
         self.listener = HttpListener(
             *place,
@@ -81,10 +87,13 @@ class GuestTransport:
         options: GrpcOptions,
         terms: RpcTerms,
         methods_of: MethodsOf | None = None,
+        split: TrafficSplit | None = None,
+        split_methods: SplitMethods | None = None,
     ) -> None:
         self._host = host
         by_path = {method.path: method for method in methods}
-        calls = GrpcCalls(by_path, terms, options.concurrent_calls, host.gate, methods_of)
+        more = host.gate, methods_of, split, split_methods
+        calls = GrpcCalls(by_path, terms, options.concurrent_calls, *more)
         host.http2.add(calls)
         host.on_closed.append(calls.close)
 
@@ -125,9 +134,9 @@ class GrpcListener:
     """Serve the dialects' RPCs, health and reflection on one port.
 
     `descriptors` are serialized FileDescriptorSets for reflection; `restrictions` hold for all RPCs,
-    health's too, and with `gate` API keys are on; `methods_of` has the RPCs for keys of some models. With
-    `host` the port is that listener's: gRPC requests there are answered here, from before it opens until it
-    is closed."""
+    health's too, and with `gate` API keys are on; `methods_of` has the RPCs for keys of some models; `split`
+    draws those of calls that infer. With `host` the port is that listener's: gRPC requests there are
+    answered here, from before it opens until it is closed."""
 
     def __init__(
         self,
@@ -151,18 +160,20 @@ class GrpcListener:
         gate: ApiKeyGate | None = None,
         methods_of: MethodsOf | None = None,
         tracer: Tracer | None = None,
+        want: Want | None = None,
+        split: TrafficSplit | None = None,
     ) -> None:
         self._place = (address, port)
         self._options = options
         self._descriptors = descriptors
         self._balancer = balancer
         self._tls, self._budget, self._passed_on, self._gate = tls, budget, passed_on, gate
-        self._restrictions, self._methods_of, self._tracer = restrictions, methods_of, tracer
+        self._restrictions, self._methods_of = restrictions, methods_of
+        self._tracer, self._want, self._split = tracer, want, split
+        self._bare = tuple(methods)
         self._health = Health(nameless=nameless_health)
         health_methods = _health_methods(self._health)
-        self._methods = tuple(
-            guard_method(restrictions, trace_method(tracer, method)) for method in (*methods, *health_methods)
-        )
+        self._methods = tuple(self._dress((*methods, *health_methods)))
         # As grpc.health.v1 knows them.
         self.services = tuple(dict.fromkeys((*(method.service for method in methods), *health_names)))
         most = options.message_bytes
@@ -170,13 +181,20 @@ class GrpcListener:
         self._terms = RpcTerms(most, limits, access_log, opening or Opening())
         self._transport: NativeTransport | GuestTransport | None = None
         if host is not None:
-            self._transport = GuestTransport(host, self._all_methods(), options, self._terms, self._narrow)
+            given = self._all_methods(), options, self._terms, self._narrow, split, self._split_methods
+            self._transport = GuestTransport(host, *given)
 
     async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
         given = self._options, self._terms, self._balancer, self._tls, self._budget, self._passed_on
         transport = self._transport or NativeTransport(
-            self._place, self._all_methods(), *given, self._gate, self._narrow
+            self._place,
+            self._all_methods(),
+            *given,
+            self._gate,
+            self._narrow,
+            self._split,
+            self._split_methods,
         )
         self._place = await transport.open()
         self._transport = transport
@@ -189,8 +207,23 @@ class GrpcListener:
 
     def _narrow(self, compartment: Compartment) -> Sequence[Method]:
         assert self._methods_of is not None
-        methods = [trace_method(self._tracer, method) for method in self._methods_of(compartment)]
-        return [guard_method(self._restrictions, method) for method in methods]
+        return self._dress(self._methods_of(compartment))
+
+    def _split_methods(self, split: TrafficSplit, compartment: Compartment | None) -> Sequence[Method]:
+        """Return the RPCs that infer, of the server or of a compartment; their calls are drawn."""
+        assert self._methods_of is not None
+        bare = self._bare if compartment is None else self._methods_of(compartment)
+        infers = [method for method in bare if method.scope is Scope.INFER]
+        return self._dress([SplitRpc(split, method, self._find_bare).method for method in infers])
+
+    def _find_bare(self, compartment: Compartment) -> dict[str, Method]:
+        assert self._methods_of is not None
+        return {method.path: method for method in self._methods_of(compartment)}
+
+    def _dress(self, methods: Sequence[Method]) -> list[Method]:
+        """Return RPCs of dialects as they are served here: with traces, on demand, behind restrictions."""
+        waiting = [trace_method(self._tracer, demand_method(self._want, method)) for method in methods]
+        return [guard_method(self._restrictions, method) for method in waiting]
 
     @property
     def listener(self) -> HttpListener | None:

@@ -99,6 +99,8 @@ class Method:
     scope: Scope = field(kw_only=True)
     resources: Resources | None = None
     start: Callable[[bytes, GrpcExchange], bool] | None = None
+    start_below: Callable[[bytes, GrpcExchange], bool] | None = None
+    """`start` of calls whose client sent a `traceparent`, where it is another."""
     take: Callable[[GrpcExchange, ArrivedBody], bool] | None = None
     """As `start`, for a large message whose rest is still in the socket: reads it into a batch's rows."""
     most_bytes: int = 0
@@ -241,4 +243,6 @@ def restrict_method(method: Method, wanted: Sequence[Secret]) -> Method:
             if isinstance(pieces, AsyncGenerator):
                 await pieces.aclose()
 
-    return replace(method, run=stream if method.gives_stream else run, start=None, take=None)
+    return replace(
+        method, run=stream if method.gives_stream else run, start=None, start_below=None, take=None
+    )

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+from fastserve._ext.fast_path import FastSpan, sample_start
 from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.grpc.method import Method
 from fastserve.net.http1.large_bodies import ArrivedBody
 from fastserve.net.traced_endpoints import Tracer
-from fastserve.util.spans import FAST, FastSpan, RequestSpan, RpcFacts, enter_span
+from fastserve.util.spans import FAST, RequestSpan, RpcFacts, enter_span
 from fastserve.util.tracing import TraceContext
 
 Start = Callable[[bytes, Any], bool]
@@ -33,46 +34,48 @@ class TracedRpc:
 
     def __init__(self, tracer: Tracer, method: Method) -> None:
         self._tracer, self._method = tracer, method
+        starts = method.start is not None
+        if method.start is not None:
+            self._start: Start = method.start
+            self._sampled: Start = sample_start(tracer.sampler, method.start, self._take_turn)
         self.method = replace(
             method,
             run=self._run_many if method.gives_stream else self._run,
-            start=None if method.start is None else self._count(method.start),
+            start=self._sampled if starts else None,
+            start_below=self._start_below if starts else None,
             take=None if method.take is None else self._take,
         )
 
-    def _count(self, start: Start) -> Start:
-        """Return `start` for calls without a parent, of which most are only counted. It runs for every
-        request: a closure costs half of a method."""
-        sampler, trace = self._tracer.sampler, self._start_traced
-
-        def counted(message: bytes, rpc: Any) -> bool:
-            if rpc.head.http.parent is None and sampler.left > 1:
-                taken = start(message, rpc)
-                sampler.left -= taken
-                return taken
-            return trace(start, message, rpc)
-
-        return counted
-
-    def _start_traced(self, start: Start, message: bytes, rpc: Any) -> bool:
-        parent, sampler = rpc.parent, self._tracer.sampler
-        if parent is None and sampler.left > 1:  # nobody had looked for one
-            taken = start(message, rpc)
-            sampler.left -= taken
-            return taken
-        context = sampler.take() if parent is None else sampler.follow(parent)
+    def _take_turn(self, message: bytes, rpc: Any) -> bool:
+        sampler = self._tracer.sampler
+        context = sampler.take()
         if context is None:
-            return start(message, rpc)
+            return self._start(message, rpc)
+        taken = self._start_traced(message, rpc, context, None)
+        if not taken:  # it is the turn of `run`
+            sampler.left = 1
+        return taken
+
+    def _start_below(self, message: bytes, rpc: Any) -> bool:
+        parent = rpc.parent
+        if parent is None:  # malformed
+            return self._sampled(message, rpc)
+        context = self._tracer.sampler.follow(parent)
+        if context is None:
+            return self._start(message, rpc)
+        return self._start_traced(message, rpc, context, parent)
+
+    def _start_traced(
+        self, message: bytes, rpc: Any, context: TraceContext, parent: TraceContext | None
+    ) -> bool:
         span = self._begin(rpc, context, parent)
-        fast = FAST[rpc] = FastSpan(span, rpc, self._end_fast)
+        fast = FastSpan(span, rpc, self._end_fast, FAST)
         try:
-            taken = start(message, rpc)
+            taken = self._start(message, rpc)
         finally:
             if not fast.under_way:
                 FAST.pop(rpc, None)
-        if not taken:  # it is the turn of `run`
-            sampler.left = 1 if parent is None else sampler.left
-        elif not fast.under_way and not span.ended_ns:  # an answer of the cache
+        if taken and not fast.under_way and not span.ended_ns:  # an answer of the cache
             self._end(span, None)
         return taken
 

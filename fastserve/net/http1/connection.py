@@ -67,10 +67,10 @@ class Http1Connection(Peered, asyncio.Protocol):
     with HTTP/2's preface, and is handed over to HTTP/2 then."""
 
     __slots__ = (
-        "_awaited", "_awaits", "_buffer", "_choked", "_chunks", "_claim", "_continue_due", "_current",
-        "_ended", "_half", "_head", "_held_back", "_in_backlog", "_length", "_may_switch", "_need",
-        "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_state", "_timeouts", "_transport",
-        "_waiting", "listener", "served", "turns",
+        "_address", "_awaited", "_awaits", "_buffer", "_choked", "_chunks", "_claim", "_continue_due",
+        "_current", "_ended", "_half", "_head", "_held_back", "_in_backlog", "_length", "_may_switch",
+        "_need", "_parsing", "_paused", "_pieces", "_repeated", "_scanned", "_state", "_timeouts",
+        "_transport", "_waiting", "listener", "served", "turns",
     )  # fmt: skip
 
     def __init__(self, listener: ListenerState, *, may_switch: bool = True) -> None:

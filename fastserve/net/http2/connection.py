@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastserve._ext import http2_frames as kinds
 from fastserve._ext.hpack import Fault, HpackDecoder, HpackFault
-from fastserve._ext.http2_frames import DATA, HEADERS, PLACED, FrameReader, frame
+from fastserve._ext.http2_frames import HEADERS, FrameReader, frame
 from fastserve._ext.http2_path import Http2Path
 from fastserve.errors import ServeError
 from fastserve.net.callback_guard import Peered, guarded
@@ -105,7 +105,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
     arriving: Http2Stream | None
 
     __slots__ = (
-        "_awaited", "_awaits", "_claim", "_cut", "_decoder", "_drain_rate", "_drain_s", "_file",
+        "_address", "_awaited", "_awaits", "_claim", "_cut", "_decoder", "_drain_rate", "_drain_s", "_file",
         "_generation", "_held_back", "_parts", "_settings_due", "_since_s", "_skipped", "_timeouts",
         "_unawaited", "_unoffered", "_unsent_answers", "growth", "listener", "shared",
     )  # fmt: skip
@@ -158,11 +158,8 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         self._file = -1 if bare is None else bare.fileno()
 
     def _take(self, kind: int, flags: int, number: int, payload: Any, value: int) -> None:
-        """Handle any frame but a whole request."""
-        if kind in (DATA, PLACED):
-            self._spend_window(value)
-            self._take_data_frame(number, bool(flags), payload, value)
-        elif kind == HEADERS:
+        """Handle any frame but a whole request and DATA."""
+        if kind == HEADERS:
             self._take_headers(number, bool(flags), payload, bool(value))
         else:
             self._control(kind, flags, number, payload, value)
@@ -229,7 +226,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         elif kind == kinds.RST_STREAM:
             self._take_reset(number)
         elif kind == RAPID_RESET:
-            self._spend_window(value)
+            self.spend_window(value)
             self._take_rapid_reset(number, payload, flags)
         elif kind == kinds.SETTINGS:
             self._take_settings(flags, payload)
@@ -397,36 +394,33 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             self._check_late(number, "DATA")
             return
         try:
-            self._take_piece(stream, ends, piece, counted)
+            inlet = stream.inlet
+            if inlet is None or stream.state not in RECEIVING:
+                raise StreamFault(ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
+            size = piece if isinstance(piece, int) else len(piece)
+            inlet.credit -= counted
+            inlet.received += size
+            if not self.hold(stream, size):
+                return
+            if inlet.credit < 0:
+                raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the stream's window")
+            if counted > size:
+                stream.consume(counted - size)  # padding
+            if inlet.missing >= 0:
+                if size > inlet.missing or (ends and size < inlet.missing):
+                    raise malformed("the body's length is not its content-length")
+                inlet.missing -= size
+            if isinstance(piece, int):
+                assert inlet.took is not None
+                inlet.took(size)
+            elif size:
+                stream.service.data(stream, piece)
+            elif not ends:
+                self.spend(abuse_budget.EMPTY)
+            if ends and not stream.closed:
+                self._complete(stream)
         except StreamFault as fault:
             self._fail_stream(stream, fault)
-
-    def _take_piece(self, stream: Http2Stream, ends: bool, piece: Piece | int, counted: int) -> None:
-        inlet = stream.inlet
-        if inlet is None or stream.state not in RECEIVING:
-            raise StreamFault(ErrorCode.STREAM_CLOSED, "DATA after END_STREAM")
-        size = piece if isinstance(piece, int) else len(piece)
-        inlet.credit -= counted
-        inlet.received += size
-        if not self.hold(stream, size):
-            return
-        if inlet.credit < 0:
-            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the stream's window")
-        if counted > size:
-            stream.consume(counted - size)  # padding
-        if inlet.missing >= 0:
-            if size > inlet.missing or (ends and size < inlet.missing):
-                raise malformed("the body's length is not its content-length")
-            inlet.missing -= size
-        if isinstance(piece, int):
-            assert inlet.took is not None
-            inlet.took(size)
-        elif size:
-            stream.service.data(stream, piece)
-        elif not ends:
-            self.spend(abuse_budget.EMPTY)
-        if ends and not stream.closed:
-            self._complete(stream)
 
     def _complete(self, stream: Http2Stream) -> None:
         stream.move(StreamTransition.RECEIVED_END)
@@ -624,24 +618,6 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     # ---- the memory budget
 
-    def hold(self, stream: Http2Stream, nbytes: int) -> bool:
-        """Count `nbytes` more that are held for a request; return False when it was refused for want of
-        memory."""
-        stream.held += nbytes
-        self.held = held = self.held + nbytes
-        if held <= self._most_held:
-            return True
-        self._charge()
-        return not stream.closed
-
-    def release_bytes(self, stream: Http2Stream, nbytes: int) -> None:
-        """Count `nbytes` fewer that are held for a request."""
-        nbytes = min(nbytes, stream.held)
-        stream.held -= nbytes
-        self.held -= nbytes
-        if self.held < self._least_held:
-            self._charge()
-
     def _charge(self, *, keep: bool = True) -> None:
         """Charge the memory budget: requests by QUANTUM_BYTES, and replies that the client has not taken.
         A connection that holds more than before is not read while there is no room.
@@ -714,15 +690,12 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
 
     # ---- windows of the client's sending
 
-    def _spend_window(self, counted: int) -> None:
-        """Take received bytes off the connection's window, which is given back at once: memory is bounded
-        by the streams' windows."""
-        self._credit -= counted
-        if self._credit < LOW_WINDOW:
-            if self._credit < 0:
-                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
-            self.write(frame(kinds.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - self._credit)))
-            self._credit = CONNECTION_WINDOW
+    def _renew_window(self) -> None:
+        """Give the connection's window back. Raises ConnectionFault where the client has sent beyond it."""
+        if self._credit < 0:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
+        self.write(frame(kinds.WINDOW_UPDATE, 0, 0, _U32.pack(CONNECTION_WINDOW - self._credit)))
+        self._credit = CONNECTION_WINDOW
 
     def widen(self, stream: Http2Stream, nbytes: int) -> None:
         """Let the client send so many bytes more on this stream."""
@@ -790,7 +763,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
         taker.take_arrived(body)
         if body.left and len(body.begin) > len(begun):
             piece = body.begin[len(begun) :]
-            self._spend_window(len(piece))
+            self.spend_window(len(piece))
             self._take_data_frame(stream.id, False, piece, len(piece))
         if body.odd and not self.over:
             self._unoffered = SKIPPED_BODIES
@@ -832,7 +805,7 @@ class Http2Connection(Peered, Http2Path, asyncio.BufferedProtocol):
             stream.inlet.credit -= got
             stream.inlet.received += got
             stream.inlet.missing = 0
-            self._spend_window(got)
+            self.spend_window(got)
             stream.move(StreamTransition.RECEIVED_END)
             self.let_go(stream)
         return got, odd

@@ -15,7 +15,14 @@ from fastserve.net.callback_guard import Guarded, report
 from fastserve.net.http1.large_bodies import BULK_BYTES, CLAIMED_BYTES, SIP_BYTES, ArrivedBody, offer
 from fastserve.net.http2.arrived_bodies import BodyWaits
 from fastserve.net.http2.headers import CONTINUE, Fields, read_head, write_fields
-from fastserve.net.http2.stream import ErrorCode, Http2Stream, Piece, ServiceFinder, StreamState
+from fastserve.net.http2.stream import (
+    STREAM_WINDOW,
+    ErrorCode,
+    Http2Stream,
+    Piece,
+    ServiceFinder,
+    StreamState,
+)
 from fastserve.net.limits import JSON, HeldBack, Verdict, WireFault, cut_off, over_limit, slowness
 from fastserve.net.request import BODILESS, Call, ReplyStream, RequestHead, WriteTurns
 from fastserve.net.router import CHECKED_BYTES
@@ -154,7 +161,7 @@ class HttpService:
         have = stream.context.add(piece)
         if have > self._listener.limits.body_bytes:
             self._refuse_length(stream)
-        elif stream.head.body_bytes < 0:
+        elif 2 * have > STREAM_WINDOW and stream.head.body_bytes < 0:
             stream.expect(2 * have)
 
     def end(self, stream: Http2Stream) -> None:

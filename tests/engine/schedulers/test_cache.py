@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +14,14 @@ from fastserve.engine.counters import counters_of, counts_of
 from fastserve.engine.engine import SCHEDULER, scheduler_of
 from fastserve.engine.schedulers.cache import (
     ENTRY_BYTES,
+    LEADERS,
     WHOLE_BYTES,
     CachedScheduler,
     CacheKeys,
     CacheMemory,
     ResponseCache,
 )
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import DeadlineError, Kind, ServeError
 from fastserve.request import InferRequest
 from fastserve.tensor import DTYPES, Tensor
 from tests.engine.fakes import Answers, House, array, ints, io, run
@@ -171,9 +174,65 @@ def test_errors_and_clients_that_leave_are_not_shared(how):
             await leader
         assert await asyncio.gather(*others) == [[10]] * 3
         assert await at.ask(5) == [10]
+        assert len(at.inner.asked) == 2, "one of those that waited ran, and for all of them"
         assert at.house.all_released()
 
     run(work())
+
+
+@pytest.mark.parametrize("asked", [4, 64])
+def test_a_model_that_fails_is_not_waited_for_without_end(asked):
+    async def work():
+        running = most = 0
+
+        async def fail(x):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            raise ServeError(Kind.INTERNAL, "kaboom")
+
+        at = Stage(fail)
+        found = await asyncio.gather(*(at.ask(5) for _ in range(asked)), return_exceptions=True)
+        assert [str(one) for one in found] == ["kaboom"] * asked
+        assert len(at.inner.asked) == asked
+        assert most == max(asked - LEADERS, 1), "the first ones after each other, the rest at once"
+        assert not at.cache.waiting()
+
+    run(work())
+
+
+def test_who_waits_has_its_own_deadline():
+    async def work():
+        go = asyncio.Event()
+
+        async def slow(x):
+            await go.wait()
+            return double(x)
+
+        at = Stage(slow)
+        leader = asyncio.ensure_future(at.ask(5))
+        await asyncio.sleep(0)
+        for deadline_ns in (1, time.monotonic_ns() + 20_000_000):
+            with pytest.raises(DeadlineError) as fault:
+                await at.house.engine.infer(at.version, InferRequest({"a": ints(5)}, deadline_ns=deadline_ns))
+            assert fault.value.queued
+        go.set()
+        assert await leader == [10]
+        assert len(at.inner.asked) == 1
+
+    run(work())
+
+
+def test_parameters_count_where_the_model_sees_them():
+    keys, told = CacheKeys(), []
+    for backend in ("python", "triton_python"):
+        version = House().put("m", {"input": [io("a", -1)], "output": [io("b", -1)]}, None)
+        version.config = msgspec.structs.replace(version.config, backend=backend)
+        requests = [InferRequest({"a": ints(5)}, parameters=one) for one in ({}, {"k": 1}, {"k": 2})]
+        told.append(len({keys.of(version, request)[0] for request in requests}))
+    assert told == [1, 3]
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, WHOLE_BYTES, WHOLE_BYTES + 1])

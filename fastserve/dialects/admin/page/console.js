@@ -130,7 +130,7 @@ class Cell {
   }
 }
 
-const DOTS = { ready: "good", loading: "warn", down: "bad", unloaded: "off" };
+const DOTS = { ready: "good", dormant: "off", loading: "warn", down: "bad", unloaded: "off" };
 
 class ModelRow {
   constructor(name) {
