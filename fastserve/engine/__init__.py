@@ -22,7 +22,15 @@ from fastserve.engine.counters import (
     counts_of,
 )
 from fastserve.engine.device_memory import lend
-from fastserve.engine.engine import Engine, Scheduler, cache_stage_of, fast_queue_of, scheduler_of
+from fastserve.engine.engine import (
+    Engine,
+    Scheduler,
+    cache_stage_of,
+    fast_queue_of,
+    sampler_of,
+    scheduler_of,
+)
+from fastserve.engine.request_log import RequestSampler
 from fastserve.engine.schedulers.cache import (
     CacheStage,
     Entry,
@@ -47,6 +55,7 @@ __all__ = [
     "OutputForm",
     "OutputLayout",
     "RequestCounters",
+    "RequestSampler",
     "ResponseCache",
     "ResponseCounts",
     "Scheduler",
@@ -66,5 +75,6 @@ __all__ = [
     "read_response",
     "request_note",
     "respond",
+    "sampler_of",
     "scheduler_of",
 ]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastserve._ext.batch_ring import CANCELED, FULL, OVER, PART, REJECTED
 from fastserve._ext.fast_path import ACCOUNTS_MIXED_NS, DEADLINE_TICK_NS, Ticket, TicketTable
+from fastserve._ext.shared_metrics import BatchMetrics
 from fastserve._ext.slab_tensors import SlabCodec
 from fastserve.codec.generation import Record
 from fastserve.engine.slot_wait_queue import SlotWaitQueue
@@ -46,7 +47,6 @@ from fastserve.util.spans import BatchTimes, RunTrace
 from fastserve.workers.arena import Arena
 
 if TYPE_CHECKING:
-    from fastserve._ext.batch_ring import BatchRing
     from fastserve._ext.fast_path import Account
     from fastserve.engine.share_board import ModelTurns, ShareBoard
 
@@ -108,59 +108,38 @@ class TextMetrics:
         self._kv.add(-held)
 
 
-class QueueMetrics:
-    """Metrics of one version in one front process."""
+class QueueMetrics(BatchMetrics):
+    """Metrics of one version in one front process. Batches are recorded by compiled code."""
 
     def __init__(
         self, registry: Registry, model: str, version: int, max_delay_ns: int, max_rows: int
     ) -> None:
         who = self._who = (model, version)
         self.model = model
-        self.batch_ns = 0.0
-        """How long a batch takes a worker, smoothed."""
         self._registry = registry
-        self._queue = registry.histograms(names.QUEUE_DURATION).of(*who)
-        self._form = registry.histograms(names.BATCH_FORM_DURATION).of(*who)
-        self._copy_in = registry.histograms(names.COPY_IN_DURATION).of(*who)
-        self._compute = registry.histograms(names.COMPUTE_DURATION).of(*who)
-        self._copy_out = registry.histograms(names.COPY_OUT_DURATION).of(*who)
-        self._rows = registry.histograms(names.BATCH_SIZE).of(*who)
-        self._rows_total = registry.counters(names.ROWS).of(*who)
-        self._padding = registry.counters(names.PADDING_ROWS).of(*who)
-        self._batches = {c: registry.counters(names.BATCHES).of(*who, c) for c in names.SEAL_CAUSES}
+        durations = (
+            *(names.QUEUE_DURATION, names.BATCH_FORM_DURATION, names.COPY_IN_DURATION),
+            *(names.COMPUTE_DURATION, names.COPY_OUT_DURATION, names.BATCH_SIZE),
+        )
+        queue, form, copy_in, compute, copy_out, rows = (registry.histograms(m).of(*who) for m in durations)
+        batches = {c: registry.counters(names.BATCHES).of(*who, c) for c in names.SEAL_CAUSES}
+        super().__init__(
+            (queue, form, copy_in, compute, copy_out, rows),
+            (
+                registry.counters(names.ROWS).of(*who),
+                registry.counters(names.PADDING_ROWS).of(*who),
+                batches["full"],
+                batches["due" if max_delay_ns else "idle"],
+            ),
+            max_rows,
+            RATE_WINDOW_NS,
+        )
         self._rejects = {c: registry.counters(names.REJECTS).of(*who, c) for c in names.REJECT_CAUSES}
         self._cancels = {s: registry.counters(names.CANCELS).of(*who, s) for s in names.CANCEL_STAGES}
-        self._max_rows = max_rows
-        self._waits = "due" if max_delay_ns else "idle"
-        self._window_ns = time.monotonic_ns()
-        self._window_rows = 0
-        self._rows_per_s = 0.0
 
     def of_text(self) -> TextMetrics:
         """Return the metrics of its sequences, for a version that generates text."""
         return TextMetrics(self._registry, *self._who)
-
-    def batch_done(self, ring: BatchRing, slot: int) -> None:
-        """Record a published batch, unless another front has; called while its slot is still held."""
-        first, taken, run, ran, done = ring.times_ns(slot)
-        _, rows, live, _ = ring.describe(slot)
-        self._count_rate(done, rows)
-        self.batch_ns += (max(done - taken, 0) - self.batch_ns) / 8
-        if not ring.count_once(slot):
-            return
-        if first:
-            self._queue.observe_ns(max(taken - first, 0))
-            self._form.observe_ns(ring.formed_ns(slot))
-        run = run or taken
-        ran = max(ran or done, run)
-        self._copy_in.observe_ns(max(run - taken, 0))
-        self._compute.observe_ns(max(ran - run, 0))
-        self._copy_out.observe_ns(max(done - ran, 0))
-        self._rows.observe(rows)
-        self._rows_total.add(rows)
-        if live < rows:
-            self._padding.add(rows - live)
-        self._batches["full" if rows >= self._max_rows else self._waits].add()
 
     def rejected(self, cause: str) -> None:
         """A request was turned away before it ran."""
@@ -172,18 +151,11 @@ class QueueMetrics:
 
     def seconds_for(self, rows: int) -> float:
         """How long `rows` queued rows will take at the measured rate: what Retry-After says."""
-        return min(max(rows / self._rows_per_s, 1.0), LONGEST_RETRY_S) if self._rows_per_s else 1.0
+        return min(max(rows / self.rows_per_s, 1.0), LONGEST_RETRY_S) if self.rows_per_s else 1.0
 
     def drain_s(self, rows: int) -> float:
         """Return the seconds that so many queued rows take at the measured rate; 0 before there is one."""
-        return min(rows / self._rows_per_s, LONGEST_RETRY_S) if self._rows_per_s else 0.0
-
-    def _count_rate(self, now_ns: int, rows: int) -> None:
-        self._window_rows += rows
-        elapsed = now_ns - self._window_ns
-        if elapsed >= RATE_WINDOW_NS:
-            self._rows_per_s = self._window_rows * 1e9 / elapsed
-            self._window_ns, self._window_rows = now_ns, 0
+        return min(rows / self.rows_per_s, LONGEST_RETRY_S) if self.rows_per_s else 0.0
 
 
 log = logging.getLogger(__name__)
@@ -216,10 +188,12 @@ GONE = "the model version was unloaded"
 class BatchQueue(TicketTable):
     """Reserves and submits leases, reads answers on the queue's eventfd, cancels and releases."""
 
+    metrics: QueueMetrics
+
     def __init__(
         self, arena: Arena, front: int, inputs: Specs, outputs: Specs, metrics: QueueMetrics
     ) -> None:
-        super().__init__(arena.ring(front=front), arena.geometry.slots)
+        super().__init__(arena.ring(front=front), arena.geometry.slots, metrics)
         self.arena, self.front = arena, front
         self.codec = None if arena.geometry.dense else SlabCodec(arena.memory, front=front)
         self.inputs = dict(inputs)
@@ -228,13 +202,13 @@ class BatchQueue(TicketTable):
         self.on_device = False  # whether its workers read clients' memory on their device by themselves
         self.requests, self.decoupled = arena.geometry.requests, arena.geometry.decoupled
         self.max_rows, self.workers = arena.geometry.max_rows, arena.geometry.workers
-        self.metrics = metrics
         self.turned_away = 0  # requests that found no room, or waited too long for it
         self.room = SlotWaitQueue(self.ring, arena.geometry.max_queued, self._wake_idle)
         self.in_turns = False  # whether keys have turns under overload; not where a scheduler decides before
-        self._light_rate = 0.0  # rows a second of keys that had none waiting
+        self._light_rate = 0.0  # rows a second of keys that had none waiting, while others had
+        self._light_s = 1.0  # for how long that was seen
         self._looked_ns = 0
-        self._offload = Offload()
+        self.offload = Offload()
         self._doorbell = arena.front_doorbells[front]
         self._one_core = arena.geometry.max_delay_ns == 0 and len(os.sched_getaffinity(0)) == 1
         self._seen = 0  # of `submitted`, when this turn began
@@ -348,8 +322,10 @@ class BatchQueue(TicketTable):
         self.look_ns = now_ns + LOOK_NS
         turns, room = board.of(self.metrics.model), self.room
         passed_s, self._looked_ns = min((now_ns - self._looked_ns) / 1e9, 1.0), now_ns
-        self._light_rate += (room.light_rows - self._light_rate * passed_s) / LIGHT_S
-        room.light_rows = 0
+        if room.anyone or room.light_rows:  # else nobody stands in line, however many come
+            self._light_s = min(self._light_s + passed_s, LIGHT_S)  # at first the mean of the seconds so far
+            self._light_rate += (room.light_rows - self._light_rate * passed_s) / self._light_s
+            room.light_rows = 0
         several = self.mixed_ns > now_ns - ACCOUNTS_MIXED_NS or room.keys > 1
         turns.note_active(account.name, several=several, light_rate=self._light_rate)
         if several or turns.others_active(account.name) or account is not self.newest:
@@ -377,7 +353,7 @@ class BatchQueue(TicketTable):
         touching fresh pages costs as much again as the copy. A failure gives the lease back."""
         self.unreleased += 1  # `drain` waits for this, too
         try:
-            await self._offload(nbytes, write)
+            await self.offload(nbytes, write)
         except BaseException:
             self.unreleased -= 1
             self.abandon(lease, rows)
@@ -486,11 +462,9 @@ class BatchQueue(TicketTable):
         if self.by_slot[slot] and self.ring.is_done(slot, self.seqs[slot]):
             self.finish(slot)
 
-    def failure(self, slot: int) -> ServeError | None:
-        """Return the error of a whole batch, once it is done and counted."""
-        self.metrics.batch_done(self.ring, slot)
-        failure = self.ring.failure(slot)
-        return None if failure is None else _model_error(failure[0], failure[1])
+    def failure(self, failed: tuple[int, str]) -> ServeError:
+        """Return the error of a whole batch that failed so."""
+        return _model_error(*failed)
 
     def own_fault(self, lease: int, end: int) -> ServeError | None:
         """Return the error of a lease that failed by itself in an arena of columns, whose text is in a slab.

@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BACKEND, CANCELED, OTHER, REJECTED
 from fastserve._ext.response_cache import Counts
-from fastserve.engine.shared_counts import MOST_BOUNDS, MOST_RESPONSES, MOST_SIZES, CountsMemory, SharedTook
+from fastserve._ext.shared_metrics import SharedTook
+from fastserve.engine.shared_counts import MOST_BOUNDS, MOST_RESPONSES, MOST_SIZES, CountsMemory
 from fastserve.metrics.registry import BUCKETS, bucket_of, read_buckets
 from fastserve.repository.version import Attachment, Version
 
@@ -246,7 +247,7 @@ class RequestCounters:
         self.load_s = 0.0  # how long it took to load
         self._closed: list[ClosedRing] = []
         self._responses: dict[int, ResponseTooks] = {}
-        self._places: dict[int, int] = {}  # in the memory, by batch size
+        self._sizes: dict[int, tuple[SharedTook, SharedTook]] = {}  # answered well and not, by batch size
 
     def close(self, queue: BatchQueue) -> None:
         """Drop a queue that closes: a reference would keep its arena's memory. Its counts stay."""
@@ -259,6 +260,7 @@ class RequestCounters:
     def seal(self) -> None:
         """The version has ended, or could not be loaded: let go of the shared memory."""
         self._responses.clear()
+        self._sizes.clear()
         self.memory.seal()
 
     def show_waiting(self) -> None:
@@ -297,18 +299,18 @@ class RequestCounters:
         SharedTook(memory.own, memory.of_size("runs", rows)).add(infer_ns)
         memory.set("last_ns", time.monotonic_ns())
 
-    def answered(self, size: int, ns: int, *, well: bool) -> None:
+    def answered(self, size: int, ns: int, well: bool = True) -> None:
         """Count a request of a batch size, for an API that shows them by size."""
-        at = self._places.get(size)
-        if at is None:
-            at = self.memory.of_size("requests", size)
-            if len(self._places) < MOST_SIZES:
-                self._places[size] = at
-        if not well:
-            at += 2
-        own = self.memory.own
-        own[at] += 1
-        own[at + 1] += ns
+        tooks = self._sizes.get(size) or self._begin_size(size)
+        tooks[not well].add(ns)
+
+    def _begin_size(self, size: int) -> tuple[SharedTook, SharedTook]:
+        memory = self.memory
+        at = memory.of_size("requests", size)
+        tooks = SharedTook(memory.own, at), SharedTook(memory.own, at + 2)
+        if len(self._sizes) < MOST_SIZES:
+            self._sizes[size] = tooks
+        return tooks
 
     def by_size(self) -> dict[int, SizeCounts]:
         """Return what `answered` has counted, by batch size."""
@@ -349,8 +351,8 @@ class RequestCounters:
             cache_miss=Took(misses, miss_ns + insertion_ns),
             inferences=rows + sum(size * runs for size, (runs, *_) in ran.items()),
             executions=sum(batch.runs for batch in batches),
-            pending=self._read_pending(),
-            last_ms=_unix_ms(max(last_ns, self.memory.latest("last_ns"), self.memory.latest("cached", 3))),
+            pending=self.pending,
+            last_ms=_unix_ms(self._latest(last_ns)),
             batches=batches,
             responses=self._read_responses(),
         )
@@ -358,7 +360,17 @@ class RequestCounters:
     def _rings(self) -> list[BatchRing | ClosedRing]:
         return [*(queue.ring for queue in self.queues), *self._closed]
 
-    def _read_pending(self) -> int:
+    @property
+    def last_ns(self) -> int:
+        """Return when the last request ended, as time.monotonic_ns counts; 0 for never."""
+        return self._latest(max((ring.counters()[2] for ring in self._rings()), default=0))
+
+    def _latest(self, last_ns: int) -> int:
+        return max(last_ns, self.memory.latest("last_ns"), self.memory.latest("cached", 3))
+
+    @property
+    def pending(self) -> int:
+        """Return how many requests wait for a worker, in all front processes."""
         elsewhere = self.memory.read_others("waiting")
         return self.waiting() + elsewhere + sum(queue.ring.pending() for queue in self.queues)
 

@@ -37,6 +37,13 @@ class TensorFace(Protocol):
         """Yield the responses."""
 
 
+class Sampler(Protocol):
+    """Draws requests on the fast path."""
+
+    def draw(self) -> bool:
+        """Return whether the next request is drawn, which the fast path then leaves to the general path."""
+
+
 class Scheduler(ABC):
     """One version's way of taking requests."""
 
@@ -63,9 +70,23 @@ class Scheduler(ABC):
         """Return the cache that a caller of the fast path asks before it reserves rows in its queue."""
         return None
 
+    def cache_number(self) -> int | None:
+        """Return the number of the version's cache keys; None for one without a cache."""
+        return None
+
+    def request_sampler(self) -> Sampler | None:
+        """Return what draws requests for the version's log or shadow; None for one without."""
+        return None
+
     def pending(self) -> int:
         """Return the number of requests that wait in the scheduler, before any queue has them."""
         return 0
+
+    @property
+    def busy(self) -> bool:
+        """Return whether something would be lost or waited for if the version went now: requests under way
+        that no queue shows, or the state of sequences."""
+        return False
 
     async def drain(self) -> None:  # noqa: B027  (most schedulers need none of these)
         """Return when no request waits in the scheduler. Its queue is drained separately."""
@@ -81,6 +102,56 @@ class Scheduler(ABC):
 
     def instance_back(self, part: int) -> None:  # noqa: B027
         """Handle the return of an instance: it has a worker again."""
+
+
+class DelegatingScheduler(Scheduler):
+    """A scheduler before another one, `inner`, which does all that a subclass does not."""
+
+    def __init__(self, inner: Scheduler) -> None:
+        self.inner = inner
+        self.died_with_it = inner.died_with_it
+
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
+        return await self.inner.infer(engine, version, request)
+
+    def stream(
+        self, engine: Engine, version: Version, request: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        return self.inner.stream(engine, version, request)
+
+    def generate(self, version: Version, ids: Sequence[int], note: TextNote, heard: Heard) -> GenerationRun:
+        return self.inner.generate(version, ids, note, heard)
+
+    def fast_queue(self) -> BatchQueue | None:
+        return self.inner.fast_queue()
+
+    def cache_stage(self) -> CacheStage | None:
+        return self.inner.cache_stage()
+
+    def cache_number(self) -> int | None:
+        return self.inner.cache_number()
+
+    def request_sampler(self) -> Sampler | None:
+        return self.inner.request_sampler()
+
+    def pending(self) -> int:
+        return self.inner.pending()
+
+    @property
+    def busy(self) -> bool:
+        return self.inner.busy
+
+    async def drain(self) -> None:
+        await self.inner.drain()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def instance_lost(self, part: int) -> None:
+        self.inner.instance_lost(part)
+
+    def instance_back(self, part: int) -> None:
+        self.inner.instance_back(part)
 
 
 SCHEDULER: Attachment[Scheduler] = Attachment(outlives=True)  # until its workers have stopped
@@ -113,6 +184,12 @@ def cache_stage_of(version: Version) -> CacheStage | None:
     return None if scheduler is None else scheduler.cache_stage()
 
 
+def sampler_of(version: Version) -> Sampler | None:
+    """Return what draws requests for a version's log or shadow; None also when it has no scheduler."""
+    scheduler = find_scheduler(version)
+    return None if scheduler is None else scheduler.request_sampler()
+
+
 class Engine:
     """Runs requests on the versions of a catalog."""
 
@@ -121,6 +198,8 @@ class Engine:
         self.tensors: TensorFace | None = None
         self.find_account: Callable[[str], Account | None] = lambda name: None
         """The account of an API key, by its name, for requests of other front processes."""
+        self.send_span: Callable[[RequestSpan], None] | None = None
+        """Takes the ended spans of models' calls to other models; None where requests are not traced."""
 
     async def infer(self, version: Version, request: InferRequest) -> InferResponse:
         """Run one request. The caller releases the response.
@@ -161,8 +240,10 @@ class Engine:
 
 @contextmanager
 def traced_run(span: RequestSpan, version: Version, request: InferRequest) -> Iterator[None]:
-    """Trace one run of a request on a version, which takes place within the block."""
-    run = request.trace = span.begin_run(version.model, version.number)
+    """Trace one run of a request on a version, which takes place within the block: below the run of which
+    the request is a step, as its `trace` says."""
+    above = request.trace
+    run = request.trace = span.begin_run(version.model, version.number, above)
     if run is None:
         yield
         return
@@ -176,6 +257,8 @@ def traced_run(span: RequestSpan, version: Version, request: InferRequest) -> It
         raise
     else:
         run.end()
+    finally:
+        request.trace = above
 
 
 async def _stream_traced(

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from fastserve.engine.device_memory import NO_DEVICE, lending_device
 from fastserve.engine.engine import SCHEDULER, Engine, find_scheduler
 from fastserve.engine.input_checks import check_inputs
 from fastserve.engine.model_callbacks import ModelCallbacks, ModelCalls, SendToWorker
+from fastserve.engine.request_log import RequestLogs
 from fastserve.engine.schedulers.cache import CacheMemory, ResponseCache
 from fastserve.engine.schedulers.ensemble import EnsembleScheduler, check_models, make_plan
 from fastserve.engine.schedulers.rate_limiter import RateLimiter
@@ -47,6 +49,7 @@ from fastserve.repository.version import Version
 from fastserve.request import RECORDED_LENGTH as LENGTH
 from fastserve.request import Recorded
 from fastserve.tensor import TensorSpec
+from fastserve.util.memory import proportional_bytes
 from fastserve.util.offload import outlast
 from fastserve.workers.arena import Arena, plan_geometry
 from fastserve.workers.forked_worker import ForkServers
@@ -276,8 +279,10 @@ class VersionLoader:
         device_share: float = 1.0,
         in_process: bool = False,
         place: bool = True,
+        request_log_folder: str = "",
     ) -> None:
         self._in_process = in_process
+        self.request_logs = RequestLogs(request_log_folder, registry, 0, fronts)
         self._place = place and not in_process
         self.placer = ""  # the name of the process that places workers on Ray; "" for none
         self._limiter = limiter
@@ -329,7 +334,8 @@ class VersionLoader:
             schedule = Schedule(version, self.cache, self._limiter)
             while len(parts) < schedule.queues:
                 parts.append(await self._start(version, schedule, len(parts)))
-            SCHEDULER.put(version, schedule.open_scheduler([hosted.queue for hosted in parts]))
+            scheduler = schedule.open_scheduler([hosted.queue for hosted in parts])
+            SCHEDULER.put(version, self.request_logs.wrap(version, scheduler))
             counters_of(version).load_s = (time.monotonic_ns() - began_ns) / 1e9
             for hosted in parts:
                 for mirror in self.on_opened:
@@ -427,6 +433,7 @@ class VersionLoader:
         await self.callbacks.close()
         hosted, self.hosted = list(self.hosted.values()), {}
         await asyncio.gather(*(self._close(one) for one in hosted))
+        await asyncio.to_thread(self.request_logs.close)
         await self._shared.close()
         await self._forks.close()
         if self.cache_memory is not None:
@@ -444,6 +451,32 @@ class VersionLoader:
             if hosted.group.notify_attached(worker, message)
         ]
         await self.callbacks.lent.all_closed(asked, number)
+
+    def memory_bytes(self, versions: Sequence[Version]) -> list[int]:
+        """Return the memory of each version's workers, of one that models share its part. Called in a
+        thread."""
+        pids = {version: [] for version in versions}  # type: dict[Version, list[int]]
+        shares: Counter[int] = Counter()
+        for hosted in list(self.hosted.values()):
+            found = [pid for pid in hosted.group.pids if pid and pid != os.getpid()]
+            shares.update(found)
+            if hosted.version in pids:
+                pids[hosted.version] += found
+        return [sum(proportional_bytes(pid) // shares[pid] for pid in pids[version]) for version in versions]
+
+    def in_use(self, version: Version) -> bool:
+        """Return whether requests of the version are under way, in any front process."""
+        scheduler = find_scheduler(version)
+        queues = [hosted.queue for hosted in self._parts(version)]
+        return (
+            (scheduler is not None and scheduler.busy)
+            or any(queue.busy or queue.ring.outstanding() for queue in queues)
+            or counters_of(version).pending > 0
+        )
+
+    def last_used_s(self, version: Version) -> float:
+        """Return when the version's last request ended, as time.monotonic counts; 0.0 for never."""
+        return counters_of(version).last_ns / 1e9
 
     def alive(self, version: Version) -> int:
         """Return how many workers of the version are ready; 1 for an ensemble, which needs none."""
@@ -525,7 +558,7 @@ class VersionLoader:
         limit_ms = 0 if self._in_process else _limit_of(version.config)  # a thread cannot be killed
         maintenance = Maintenance(queue, group.kill, lambda: self._stuck_changed(hosted), limit_ms=limit_ms)
         maintenance.open()
-        calls = ModelCalls(self.engine, queue, group.tell)
+        calls = ModelCalls(self.engine, queue, group.tell, self.callbacks.want)
         deaths = DeathPolicy(repr(version), queue, lambda: group.alive, DIED, lambda: NOBODY)
         deaths.open()
         hosted = LoadedPart(version, group, arena, queue, calls, maintenance, deaths, part)

@@ -44,7 +44,10 @@ from fastserve.repository.repository import Repository
 from fastserve.repository.version import Version
 from fastserve.request import InferRequest, InferResponse
 from fastserve.tensor import Tensor
+from fastserve.util.model_demand import Want
 from fastserve.util.offload import cancel_all
+from fastserve.util.spans import CallFacts, RequestSpan, enter_span
+from fastserve.util.tracing import TraceContext, make_span_id, read_trace_context
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,11 @@ SendToWorker = Callable[[int, Mapping[str, Any]], bool]
 
 
 class ModelCalls:
-    """Calls of the workers of one queue. `send` sends a message to one of them."""
+    """Calls of the workers of one queue. `send` sends a message to one of them, `want` loads a model that is
+    loaded on demand."""
 
-    def __init__(self, engine: Engine, queue: BatchQueue, send: SendToWorker) -> None:
-        self._engine, self._queue, self._send = engine, queue, send
+    def __init__(self, engine: Engine, queue: BatchQueue, send: SendToWorker, want: Want) -> None:
+        self._engine, self._queue, self._send, self._want = engine, queue, send, want
         self._running: dict[tuple[int, int], tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
 
     def hear(self, worker: int, message: Mapping[str, Any]) -> None:
@@ -130,7 +134,53 @@ class ModelCalls:
         self, worker: int, message: Mapping[str, Any], room: asyncio.Semaphore, timeout_s: float
     ) -> None:
         note, tensors = self._read(message)
+        span = self._begin_span(note)
+        if span is None:
+            await self._run_call(worker, message, room, timeout_s, note, tensors)
+            return
+        enter_span(span)  # this task is the call's own
+        code = 0
         try:
+            await self._run_call(worker, message, room, timeout_s, note, tensors)
+        except ServeError as fault:
+            code = fault.kind.value
+            span.fail(fault.message)
+            raise
+        except asyncio.CancelledError:
+            code = Kind.CANCELLED.value
+            raise
+        except Exception:
+            code = Kind.INTERNAL.value
+            raise
+        finally:
+            span.end(code)
+            assert self._engine.send_span is not None
+            self._engine.send_span(span)
+
+    def _begin_span(self, note: RequestNote) -> RequestSpan | None:
+        """Begin the span of a call that is part of a traced request."""
+        if note.trace is None or self._engine.send_span is None:
+            return None
+        traceparent, state = note.trace
+        parent = read_trace_context(traceparent.encode(), state.encode())
+        if parent is None or not parent.sampled:
+            return None
+        context = TraceContext(parent.trace_id, make_span_id(), True, parent.state)
+        return RequestSpan(
+            context, parent.span_id, CallFacts(note.model, note.request_id), time.monotonic_ns()
+        )
+
+    async def _run_call(
+        self,
+        worker: int,
+        message: Mapping[str, Any],
+        room: asyncio.Semaphore,
+        timeout_s: float,
+        note: RequestNote,
+        tensors: dict[str, Tensor],
+    ) -> None:
+        try:
+            await self._want_model(note.model)
             version = find_version(self._engine.catalog, note)
             request = _make_request(version, note, tensors, timeout_s)
             responses = self._responses(version, request, many=message["many"])
@@ -146,6 +196,12 @@ class ModelCalls:
         except ServeError as fault:
             text = FAILED.format(note.model, fault.message)
             raise ServeError(fault.kind, text, retry_after_s=fault.retry_after_s) from fault
+
+    async def _want_model(self, name: str) -> None:
+        """Have a model loaded that is loaded on demand, and is not there. Raises ServeError."""
+        model = self._engine.catalog.models.get(name)
+        if model is not None and model.on_demand and model.latest is None:
+            await self._want(name)
 
     async def _responses(
         self, version: Version, request: InferRequest, *, many: bool
@@ -426,6 +482,12 @@ class ModelCallbacks:
             raise invalid(f"{text}, version should be an integral value > 0")
         number = int(callback.version) if callback.version and int(callback.version) >= 0 else None
         return self._catalog.ready(callback.name, number)
+
+    async def want(self, name: str) -> None:
+        """Load a model that is loaded on demand. Raises ServeError."""
+        if self.repository is None:
+            raise unsupported(NO_CONTROL)
+        await self.repository.want(name)
 
     async def _manage(
         self, version: Version, callback: _Load | _Unload, say: Callable[[dict[str, Any]], object]

@@ -1,7 +1,7 @@
 """The turns of API keys at models, as numbers that all front processes read.
 
     turns = board.of("resnet")
-    turns.position("search")             how far a key has come: rows that it was given, by its weight
+    turns.position("search")             how far a key has come: rows, or tokens of text, by its weight
     turns.serve("search", 8 / weight)    it is given 8 rows more
     turns.tell(lowest)                   the least position of a key that waits here; NOBODY
     turns.find_needier(position)         a front whose lowest key has come less far
@@ -133,10 +133,12 @@ class ModelTurns:
         """Where the request began that was served last."""
         return max([self._own[CLOCK].value, *(row[CLOCK].value for _, row in self._elsewhere())])
 
-    def serve(self, key: str, start: float, cost: float) -> None:
-        """Write down that a key which had come to `start` was given a request of this cost."""
+    def serve(self, key: str, start: float, cost: float, *, in_turn: bool = True) -> None:
+        """Write down that a key which had come to `start` was given a request of this cost. One that went
+        before its turn does not move the clock: others are still behind it."""
         self._own_key(key).set(start + cost)
-        self.reach(start)
+        if in_turn:
+            self.reach(start)
 
     def claim(self, key: str, cost: float) -> float:
         """Give a key the next place for a request of this cost that others put in order, and return it."""
@@ -145,7 +147,7 @@ class ModelTurns:
         return start
 
     def give_back(self, key: str, cost: float) -> None:
-        """Take back what a request cost that never ran."""
+        """Take back what a request was charged and has not cost; what is below 0 is charged besides."""
         own = self._own_key(key)
         own.set(own.value - cost)
 

@@ -17,6 +17,7 @@ import mmap
 import os
 
 from fastserve._ext.response_cache import COUNTS_BYTES
+from fastserve._ext.shared_metrics import SharedTook
 from fastserve.metrics.registry import BUCKETS
 from fastserve.util.memory import make_shared_file, map_shared_file
 
@@ -50,20 +51,6 @@ _AREAS = {
 _STARTS = {name: sum(list(_AREAS.values())[:place]) for place, name in enumerate(_AREAS)}
 ROW_WORDS = -(-sum(_AREAS.values()) // PAGE_WORDS) * PAGE_WORDS
 ROW_BYTES = ROW_WORDS * 8
-
-
-class SharedTook:
-    """Number of events and their total time, in a row."""
-
-    __slots__ = ("_at", "_words")
-
-    def __init__(self, words: memoryview[int], at: int) -> None:
-        self._words, self._at = words, at
-
-    def add(self, ns: int, count: int = 1) -> None:
-        words, at = self._words, self._at
-        words[at] += count
-        words[at + 1] += ns
 
 
 class CountsMemory:

@@ -81,6 +81,7 @@ class KeyLines:
         self.turns: ModelTurns | None = None
         """The positions of keys; None where nobody has one."""
         self._lines: dict[str, KeyLine] = {}
+        self._new: dict[str, KeyLine] = {}  # oldest first; those before were looked at when they were old
         self._order: list[tuple[float, int, KeyLine]] = []  # a heap; a line may have moved on since
         self._pushed = 0
 
@@ -96,7 +97,7 @@ class KeyLines:
         fresh = line is None
         if line is None:
             since = 0.0 if self.turns is None else self.turns.clock
-            line = self._lines[key] = KeyLine(key, since)
+            line = self._lines[key] = self._new[key] = KeyLine(key, since)
             self._push(line)
         if waiter.account is not None:
             line.weight = waiter.account.weight
@@ -128,12 +129,23 @@ class KeyLines:
             self._pushed += 1
             heapreplace(order, (position, self._pushed, line))
 
-    def serve(self) -> SlotWaiter:
-        """Remove the request that is next, and return it."""
-        line, position = self.first()
+    def first_new(self, since_ns: int) -> KeyLine | None:
+        """Return the oldest line that began after `since_ns`, which is never less than before; None for
+        none."""
+        while self._new:
+            line = next(iter(self._new.values()))
+            if line.began_ns > since_ns:
+                return line
+            del self._new[line.key]
+        return None
+
+    def serve(self, early: KeyLine | None = None) -> SlotWaiter:
+        """Remove the next request, or the first of a line that goes before its turn, and return it."""
+        line = early or self.first()[0]
         waiter = line.waiters.popleft()
         if self.turns is not None:
-            self.turns.serve(line.key, position, waiter.rows / line.weight)
+            position, cost = self._position(line), waiter.rows / line.weight
+            self.turns.serve(line.key, position, cost, in_turn=early is None)
         self._took(line, waiter)
         return waiter
 
@@ -149,6 +161,7 @@ class KeyLines:
     def clear(self) -> None:
         """Forget all."""
         self._lines.clear()
+        self._new.clear()
         self._order.clear()
         self.rows = 0
 
@@ -164,6 +177,7 @@ class KeyLines:
         self.rows -= waiter.rows
         if not line.waiters:
             del self._lines[line.key]
+            self._new.pop(line.key, None)
             if not self._lines:
                 self._order.clear()
 
@@ -309,21 +323,24 @@ class SlotWaitQueue:
             self._timer = asyncio.get_running_loop().call_later(SLOT_LOOK_S, self._look)
 
     def _give(self) -> bool:
-        """Give the next request a lease, unless there is none, or another front has one that goes before."""
+        """Give the next request a lease, unless there is none, or another front has one that goes before.
+        Where only the rows are left that are kept for new lines, the first of those is next, before all
+        others."""
         line, position = self._lines.first()
-        rows = line.waiters[0].rows
-        if not self._ring.near(rows, self._kept if line.began_ns > time.monotonic_ns() - self._new_ns else 0):
-            return False
-        turns = self._lines.turns
-        if turns is not None:
+        turns, early = self._lines.turns, None
+        if not self._ring.near(line.waiters[0].rows):
+            early = self._lines.first_new(time.monotonic_ns() - self._new_ns) if self._kept else None
+            if early is None or not self._ring.near(early.waiters[0].rows, self._kept):
+                return False
+        elif turns is not None:
             front = turns.find_needier(position - self._quantum)
             if front >= 0:
                 self._ring.nudge(front)
                 return False
-        lease = self._ring.reserve(rows, True)
+        lease = self._ring.reserve((early or line).waiters[0].rows, True)
         if lease < 0:
             return False
-        self._lines.serve().given(lease)
+        self._lines.serve(early).given(lease)
         return True
 
     def _give_patient(self) -> bool:

@@ -6,8 +6,9 @@
 
 A sequence holds a slot from its start to its end, waiting or running: there are as many as may be
 (max_sequences of every instance, and max_waiting). A request that finds none is refused with Retry-After.
-Sequences of API keys wait in the order of their turns (share_board.py), each of which costs 1 by the key's
-weight; while several keys send requests, the last eighth of the slots is for those that have not their share.
+Sequences of API keys wait in the order of their turns (share_board.py), each of which costs its tokens by the
+key's weight: those of its prompt, and as many as the key's answers had lately, which is settled at its end.
+While several keys send requests, the last eighth of the slots is for those that have not their share.
 """
 
 from __future__ import annotations
@@ -54,12 +55,25 @@ LOST = "tokens of this request were lost on their way from the worker"
 SLACK_NS = 100_000_000
 # How often the tokens of sequences under way are charged to their API keys.
 CHARGE_NS = 100_000_000
+FIRST_ANSWER = 64
+"""Tokens that an answer is expected to have while none of its key has ended."""
+NEWEST = 1 / 8  # weight of one answer in the mean of a key's
 
 
 class TextRun(Flowing):
     """One sequence of this front process; see codec.text.Run."""
 
-    __slots__ = ("_charged", "_heard", "_pages", "_queue", "_ticket", "account", "turn")
+    __slots__ = (
+        "_charged",
+        "_expected",
+        "_heard",
+        "_pages",
+        "_prompt",
+        "_queue",
+        "_ticket",
+        "account",
+        "turn",
+    )
 
     def __init__(
         self,
@@ -70,10 +84,13 @@ class TextRun(Flowing):
         heard: Heard,
         account: Account | None = None,
         turn: float = 0.0,
+        expected: float = 0.0,
     ) -> None:
+        """`expected`: tokens that its turn was charged with."""
         self._queue, self._heard = queue, heard
         self.slot, self.held = slot, prompt
         self.account, self.turn = account, turn
+        self._prompt, self._expected = prompt, expected
         self._charged = 0  # tokens
         self._pages = pages  # of its prompt, until its worker has let go of it
         self._ticket: Ticket | None = None
@@ -150,10 +167,15 @@ class TextRun(Flowing):
         self._free()
         if self.account is not None:
             self._queue.hold_account(self, -1)
+            took = 0
             if self.begun or finish == Finish.STOP:  # else its worker has not come to its prompt
                 self.charge()
-            else:
-                self._turns(self.account).give_back(self.account.name, 1 / self.account.weight)
+                took = self.held
+            if self.begun:
+                self._queue.learn(self.account.name, took - self._prompt)
+            self._turns(self.account).give_back(
+                self.account.name, (self._expected - took) / self.account.weight
+            )
         self._queue.counts.ended(finish, self.begun, self.held if self.begun else 0)
 
     def _turns(self, account: Account) -> ModelTurns:
@@ -190,6 +212,7 @@ class TextQueue(BatchQueue):
         self.accounted: set[TextRun] = set()  # sequences whose tokens are charged to somebody
         self._held: Counter[str] = Counter()  # of these, by their keys
         self._active: dict[str, tuple[float, float]] = {}  # keys, when they came last, and their weights
+        self._answers: dict[str, float] = {}  # mean tokens of these keys' answers
         self._charge_ns = 0
 
     def _forsake(self, found: list[Any]) -> None:
@@ -200,15 +223,33 @@ class TextQueue(BatchQueue):
         account = ACCOUNT.get()
         if account is None:
             return self._start(ids, note, heard, None)
-        turns, cost = account.board.of(self.metrics.model), 1 / account.weight
-        note.turn = turns.claim(account.name, cost)
+        turns, expected = account.board.of(self.metrics.model), self._expect(ids, note, account.name)
+        note.turn = turns.claim(account.name, expected / account.weight)
         try:
-            return self._start(ids, note, heard, account)
+            return self._start(ids, note, heard, account, expected)
         except BaseException:
-            turns.give_back(account.name, cost)
+            turns.give_back(account.name, expected / account.weight)
             raise
 
-    def _start(self, ids: Sequence[int], note: TextNote, heard: Heard, account: Account | None) -> TextRun:
+    def _expect(self, ids: Sequence[int], note: TextNote, key: str) -> float:
+        """Return how many tokens a sequence will likely have, its prompt's among them."""
+        if note.embeds:
+            return len(ids)
+        return len(ids) + min(note.sampling.max_new_tokens, self._answers.get(key, FIRST_ANSWER))
+
+    def learn(self, key: str, tokens: int) -> None:
+        """Note how many tokens an answer to a key has had."""
+        mean = self._answers.get(key, tokens)
+        self._answers[key] = mean + (tokens - mean) * NEWEST
+
+    def _start(
+        self,
+        ids: Sequence[int],
+        note: TextNote,
+        heard: Heard,
+        account: Account | None,
+        expected: float = 0.0,
+    ) -> TextRun:
         said = write_text(note)
         nbytes = prompt_bytes(ids, said)
         pages = self._find_pages(nbytes)
@@ -218,7 +259,7 @@ class TextQueue(BatchQueue):
             retry_s = self.metrics.seconds_for(1)
             text = FULL.format(self.ring.slots)
             raise ServeError(Kind.UNAVAILABLE, text, retry_after_s=retry_s, reason=Reason.QUEUE_FULL)
-        run = TextRun(self, lease >> 16, len(ids), pages, heard, account, note.turn)
+        run = TextRun(self, lease >> 16, len(ids), pages, heard, account, note.turn, expected)
         try:
             self.tokens.listen(lease >> 16, self._write(lease, nbytes, ids, said, note.priority), run)
             run.submit(lease, note.deadline_ns + SLACK_NS if note.deadline_ns else 0)
@@ -238,6 +279,7 @@ class TextQueue(BatchQueue):
         gone = [key for key, (at, _) in self._active.items() if at < now - ACTIVE_S]
         for key in gone:
             del self._active[key]
+            self._answers.pop(key, None)
         slots = self.ring.slots
         if slots - self.ring.outstanding() > max(1, slots // 8):
             return False

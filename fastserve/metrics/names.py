@@ -152,6 +152,12 @@ MODEL_READY = _fact("model_ready", "1 when the version is available and has a li
 
 MODEL_LOADS = _counter("model_loads", "Loads of model versions, by result: ok or failed.", *MODEL, "result")
 
+MODEL_EVICTIONS = _counter("model_evictions", "Models unloaded to make room in memory_budget.", "model")
+
+MODELS_MEMORY = _fact("models_memory_bytes", "Memory of all models' workers: used, and the budget.", "state")
+
+LOAD_WAITING = _fact("load_waiting", "Requests that wait for their models to be loaded.")
+
 # Connections; listener is http.
 CONNECTIONS = _level("connections", "Connections open.", "listener")
 
@@ -198,6 +204,37 @@ KEY_ERRORS = _counter(
     "key_errors", "Those with an error, by HTTP status or gRPC's; no key: none that is valid.", "key", "code"
 )
 
+STORAGE_LOOKS = _counter(
+    "storage_looks",
+    "Looks at the repository's object store, by result: changed, unchanged, failed.",
+    "result",
+)
+
+STORAGE_STALE = _fact(
+    "storage_stale", "1 while the object store cannot be read, and what was fetched before stays served."
+)
+
+STORAGE_SYNCED = _fact(
+    "storage_synced_seconds", "Unix time of the last look at the object store that succeeded; 0: none."
+)
+
+STORAGE_BYTES = _fact("storage_bytes", "Bytes of the files that are served out of the object store.")
+
+REQUEST_LOG = _counter(
+    "request_log_lines",
+    "Requests drawn for a model's log, by result: written, dropped, failed.",
+    "model",
+    "result",
+)
+
+SHADOW_REQUESTS = _counter(
+    "shadow_requests",
+    "Copies of requests for a shadow version, by result: equal, different, failed, dropped.",
+    "model",
+    "version",
+    "result",
+)
+
 TRACED_REQUESTS = _counter("traced_requests", "Requests whose spans were handed to the exporter of traces.")
 
 TRACE_SPANS_LOST = _counter("trace_spans_lost", "Spans that no collector got, by cause.", "cause")
@@ -223,6 +260,12 @@ FINISHES = ("none", "eos", "length", "stop", "cancelled", "timeout", "failed")  
 CANCEL_STAGES = ("queued", "running")
 
 SEAL_CAUSES = ("full", "due", "idle")
+
+REQUEST_LOG_RESULTS = ("written", "dropped", "failed")
+
+SHADOW_RESULTS = ("equal", "different", "failed", "dropped")
+
+STORAGE_RESULTS = ("changed", "unchanged", "failed")
 
 
 class Traffic:

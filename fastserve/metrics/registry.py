@@ -207,7 +207,7 @@ class Registry:
         if family is None:
             metric.check()
             family = self._families[metric.name] = Family(self, metric)
-        elif family.metric != metric:
+        elif family.metric is not metric and family.metric != metric:
             raise ValueError(f"metric {metric.name} exists with another help, kind, labels or buckets")
         return family
 

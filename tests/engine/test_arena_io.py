@@ -9,7 +9,7 @@ import pytest
 
 from fastserve._ext import slab_tensors
 from fastserve._ext.fast_path import Ticket
-from fastserve.engine.arena_io import lay_out_inputs, lay_out_outputs, read_response
+from fastserve.engine.arena_io import SLICE_BYTES, join_parts, lay_out_inputs, lay_out_outputs, read_response
 from fastserve.engine.batch_queue import BatchQueue, QueueMetrics
 from fastserve.errors import ServeError
 from fastserve.metrics.registry import Registry
@@ -196,3 +196,12 @@ def test_a_settled_place_can_be_abandoned(make_queue: MakeQueue) -> None:
     layout_in.settle(reserved)
     layout_in.abandon(reserved, 2)
     assert is_clean(queue)
+
+
+def test_parts_of_a_split_request_are_joined_in_order() -> None:
+    parts = [bytes([number]) * (SLICE_BYTES * number + number) for number in range(1, 4)]
+    made = [{"y": Tensor(DTYPES["uint8"], (len(part),), memoryview(part))} for part in parts]
+    joined = join_parts(made)["y"]
+    assert (joined.shape, bytes(joined.data)) == ((sum(map(len, parts)),), b"".join(parts))
+    with pytest.raises(ServeError, match="differ in shape"):
+        join_parts([*made, {"y": Tensor(DTYPES["uint8"], (1, 1), b"1")}])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import mmap
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastserve._ext import batch_ring
+from fastserve._ext.batch_ring import BatchRing
 from fastserve._ext.shared_metrics import Section, file_bytes, lay_out
 from fastserve.engine import share_board
 from fastserve.engine.share_board import NOBODY, STALE_S, ModelTurns, ShareBoard
-from fastserve.engine.slot_wait_queue import KeyLines, SlotWaiter
+from fastserve.engine.slot_wait_queue import KeyLines, SlotWaiter, SlotWaitQueue
+from fastserve.errors import Kind, ServeError
 
 SIZES = (64, 4096, 256)
 Given = list[Any]
@@ -125,6 +130,75 @@ def test_the_last_of_the_longest_line_makes_room() -> None:
     assert lines.last_of_most("few", 2, 1.0) is many[-1]
     assert lines.last_of_most("few", 8, 1.0) is None  # it would have as much itself
     assert lines.last_of_most("many", 1, 1.0) is None
+
+
+def test_new_lines_go_before_their_turn_in_the_order_in_which_they_began() -> None:
+    lines = KeyLines()
+    lines.turns = boards(1)[0].of("m")
+    for name in ("old", "old", "a", "b", "b"):
+        lines.join(waiter(account(name)))
+    began = [line.began_ns for line in lines._lines.values()]
+    first = lines.first_new(began[0])
+    assert first is not None
+    assert first.key == "a"
+    lines.turns.serve("a", 70.0, 1.0)
+    clock = lines.turns.clock
+    assert lines.serve(first).key == "a"
+    assert (lines.turns.position("a"), lines.turns.clock) == (72.0, clock)
+    second = lines.first_new(began[0])
+    assert second is not None
+    assert second.key == "b"
+    assert [lines.serve(second).key for _ in range(2)] == ["b", "b"]
+    assert lines.first_new(began[0]) is None
+    assert lines.serve().key == "old"
+
+
+def test_the_rows_kept_for_new_lines_are_theirs_whoever_is_next() -> None:
+    """A key whose second request comes while a batch runs is behind the flood, which may not have the rows
+    that are kept. Both of its requests run in the next batch."""
+    shape = {"slots": 4, "max_rows": 8, "inputs": [8], "outputs": [8], "workers": 1}
+    memory = mmap.mmap(-1, batch_ring.measure(**shape))
+    batch_ring.format_arena(memory, **shape)
+    ring, worker = BatchRing(memory, front=0), BatchRing(memory, worker=0)
+    given_: list[str] = []
+
+    async def work() -> None:
+        room = SlotWaitQueue(ring, 0, lambda: None)
+
+        def stand(name: str) -> None:
+            def take(lease: Any) -> None:
+                given_.append(name)
+                ring.commit(lease, 1)
+
+            room.stand(1, take, account(name))
+
+        async def look() -> None:
+            room.look_soon()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+        room.share(boards(1)[0].of("m"), 2, 10**12)
+        for _ in range(60):
+            stand("flood")
+        room._lines._lines["flood"].began_ns -= 2 * 10**12  # it has waited for long
+        await look()
+        for _ in range(4):
+            slot = worker.take()
+            assert slot >= 0
+            await look()
+            flood = given_.count("flood")
+            stand("light")
+            stand("light")
+            await look()
+            assert given_[-2:] == ["light", "light"]
+            assert given_.count("flood") == flood
+            assert ring.queued() == 8
+            worker.publish(slot)
+            for lease in range(slot << 16, (slot << 16) + 8):
+                ring.release(lease, 1)
+        room.close(lambda: ServeError(Kind.UNAVAILABLE, "over"))
+
+    asyncio.run(work())
 
 
 class Fronts:

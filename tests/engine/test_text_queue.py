@@ -591,6 +591,12 @@ class Model:
 """
 
 
+async def until_taken(queue: text_queue.TextQueue, count: int) -> None:
+    """Wait until a worker has taken so many sequences, to run them or to have them wait in its engine."""
+    ring = queue.ring
+    await until(lambda: sum(ring.describe(slot)[0] == "running" for slot in range(ring.slots)) == count)
+
+
 def test_waiting_sequences_of_accounts_take_turns_by_weight(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
@@ -613,6 +619,7 @@ def test_waiting_sequences_of_accounts_take_turns_by_weight(tmp_path):
                     with working_for(team):
                         heard = at.ask(version, [1], max_new_tokens=2)
                     waiting.append(asyncio.ensure_future(note(team.name, heard)))
+            await until_taken(at.queue(version), 1 + len(waiting))
             go.touch()
             await asyncio.gather(*waiting)
             for count in range(5, 40):
@@ -620,6 +627,49 @@ def test_waiting_sequences_of_accounts_take_turns_by_weight(tmp_path):
                 if shares["heavy"] < 24 and shares["light"] < 12:
                     assert abs(shares["heavy"] / 3 - shares["light"]) <= 2, ended
             assert sorted(i for i, name in enumerate(ended) if name == "late")[-1] < 12
+
+    run(work())
+
+
+@pytest.mark.parametrize("asks_for_more", [False, True])
+def test_turns_cost_tokens(tmp_path, asks_for_more):
+    """Of two accounts of one weight, one gets answers of 3 tokens and one of 20: it has a fifth as many
+    turns, also where only earlier answers tell how long they are."""
+    lengths = {"short": 3, "long": 20}
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            go = tmp_path / "go"
+            text = {"max_sequences": 1, "max_waiting": 100}
+            version = await at.load_code(HOLDING, text=text, parameters={"go": str(go)})
+            board = ShareBoard(0)
+            turns, teams = board.of("m1"), {name: Team(name, board) for name in lengths}
+            ended: list[str] = []
+
+            async def ask(name: str) -> None:
+                length = lengths[name]
+                settings = {"max_new_tokens": 60, "stop_ids": [length - 1]} if asks_for_more else {}
+                with working_for(teams[name]):
+                    heard = at.ask(version, [1], **{"max_new_tokens": length, **settings})
+                assert await heard.end() is (Finish.STOP if asks_for_more else Finish.LENGTH)
+                assert len(heard.ids) == length
+                ended.append(name)
+
+            for name in lengths:
+                await ask(name)
+            before = {name: turns.position(name) for name in lengths}
+            first = at.ask(version, [0], max_new_tokens=2)
+            await first.until(1)  # it runs, and the others wait
+            ended.clear()
+            asked = [asyncio.ensure_future(ask(name)) for name in ["short"] * 40 + ["long"] * 10]
+            await until_taken(at.queue(version), 1 + len(asked))
+            go.touch()
+            await asyncio.gather(*asked)
+            for count in range(6, 48, 6):
+                assert abs(Counter(ended[:count])["long"] - count / 6.25) <= 2, ended
+            for name, count in Counter(ended).items():
+                tokens = turns.position(name) - max(before.values())
+                assert tokens == pytest.approx(count * (1 + lengths[name]), abs=lengths["long"] + 1)
 
     run(work())
 
@@ -643,7 +693,7 @@ def test_the_last_slots_are_for_accounts_that_have_few(tmp_path):
             with pytest.raises(ServeError, match="queue of this model is full"):
                 ask(few)
             position = board.of("m1").position("few")
-            assert position == pytest.approx(3.0), "a request that was refused costs no turn"
+            assert position == pytest.approx(3 * 3.0), "a request that was refused costs no turn"
             for heard in asked:
                 heard.run.cancel()
             await until(lambda: at.queue(version).ring.outstanding() == 0)

@@ -262,7 +262,7 @@ def test_summaries_have_every_quantile(tmp_path: Path) -> None:
             }
             assert all(len(pair) == 2 and 0 < pair[0] <= pair[1] for pair in quantiles.values())
             assert (await at.get("/metrics"))[1].count(b" Nan\n") == 0
-        async with Page(tmp_path, metrics_config=flags) as at:
+        async with Page(tmp_path, metrics_config=flags, response_cache_bytes=0) as at:
             assert (
                 b'nv_inference_request_summary_us{_team="a \\"b\\"",model="m",version="1",quantile="0.5"} Nan'
                 in (await at.get("/metrics"))[1]

@@ -156,6 +156,7 @@ def test_every_example_of_the_demo_is_answered(demo: Running) -> None:
         "POST /v1/models/digits:predict", "POST /v1/models/digits:classify",
         "POST /v1/models/half_plus_two:regress", "POST /v2/models/half_plus_two/infer",
         "POST /api/infer/digits", "POST /v1/completions", "POST /v1/chat/completions", "POST /generate",
+        "POST /v1/messages", "POST /v1/responses",
         "POST /generate_stream", "POST /infer", "POST /tokenize", "POST /v2/models/scribe/generate",
         "GET /healthz/ready", "GET /healthz/startup", "GET /metrics",
     } <= sent  # fmt: skip

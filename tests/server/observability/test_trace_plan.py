@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from fastserve.cli.check import check
 from fastserve.errors import ConfigError
 from fastserve.server import trace_export
+from fastserve.server.otlp_exporter import SpanQueue
+from fastserve.server.span_records import SpanRecord
 from fastserve.server.trace_export import read_sampler, read_trace_plan
 from fastserve.settings import OtelOptions, Settings, TritonOptions, load_settings
 from tests.server.rig import write_model
@@ -121,3 +123,18 @@ def test_check_says_what_a_start_would(tmp_path: Path, monkeypatch: pytest.Monke
     told = CliRunner().invoke(check, [str(tmp_path), "--no-load", *flags])
     assert (told.exit_code, "hidden" in told.output) == (0, False)
     assert "otel.headers: api-key=(secret)" in told.output
+
+
+def test_spans_without_room_are_lost_and_counted() -> None:
+    queue, span = (
+        SpanQueue(3),
+        SpanRecord("0" * 32, "0" * 16, "", "", "a", "internal", 1, 2, {}, [], [], None),
+    )
+    queue.put([span] * 2)
+    queue.put([span] * 4)
+    lost, reason = queue.report()
+    assert lost == {"full": 3}
+    assert "3 wait for the collector" in reason
+    queue.end()
+    assert len(queue.take()) == 3
+    assert not queue.take()

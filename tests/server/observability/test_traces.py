@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,6 +21,9 @@ import pytest
 import fastserve.demo
 from fastserve.metrics import names
 from fastserve.protos import load
+from fastserve.server import trace_export
+from fastserve.server.otlp_exporter import RUNNING_S, BatchMerger
+from fastserve.server.span_records import BatchRecord
 from fastserve.settings import Listener, OtelOptions, TritonOptions
 from fastserve.util.spans import FAST
 from tests.server.observability.collector import Received, Span, grpc_collector, http_collector
@@ -211,6 +215,26 @@ def test_a_batch_is_linked_to_its_requests_of_all_fronts(tmp_path: Path, collect
 
 
 @pytest.mark.logs_errors
+def test_a_batch_has_one_span_whenever_its_requests_were_left() -> None:
+    """One request's time was up seconds before the batch ended for the others."""
+    merger, ids = BatchMerger(), ("a" * 32, "b" * 16)
+    left = BatchRecord(*ids, "m", 1, (10, 20, 30, 0, 0), 2, ("c" * 32, "d" * 16), None)
+    ended = left._replace(times_ns=(10, 20, 30, 40, 50), rows=3, link=("e" * 32, "f" * 16))
+    merger.add(left, 0.0)
+    assert merger.due(RUNNING_S - 1) == []
+    merger.add(ended, 60.0)
+    merger.add(left._replace(link=("e" * 32, "1" * 16)), 60.5)
+    assert merger.due(61.4) == []
+    (span,) = merger.due(61.6)
+    assert (span.span_id, span.start_ns, span.end_ns) == (ids[1], 10, 50)
+    assert span.links == [left.link, ended.link, ("e" * 32, "1" * 16)]
+    assert span.attributes["fastserve.batch.traced_rows"] == 7
+    assert merger.due(math.inf) == []
+    merger.add(left, 70.0)  # of one that nobody waited for to its end
+    assert merger.due(70.0 + RUNNING_S - 1) == []
+    assert [one.end_ns for one in merger.due(71.0 + RUNNING_S)] == [30]
+
+
 def test_errors_of_the_server_are_errors_of_the_span(tmp_path: Path, collector: Received) -> None:
     model = write_model(tmp_path)
     (model / "1" / "model.py").write_text(FAILING)
@@ -282,7 +306,10 @@ def test_an_exporter_that_is_killed_is_started_again(tmp_path: Path, collector: 
 
 
 @pytest.mark.logs_errors
-def test_requests_do_not_wait_for_a_stopped_exporter(tmp_path: Path, collector: Received) -> None:
+def test_requests_do_not_wait_for_a_stopped_exporter(
+    tmp_path: Path, collector: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_export, "SOCKET_BYTES", 16 << 10)  # a megabyte takes ten thousand requests
     write_model(tmp_path)
 
     async def work() -> None:
@@ -494,19 +521,133 @@ def test_steps_of_an_ensemble_are_traced_whichever_front_was_asked(
             spans = await asyncio.to_thread(
                 collector.wait, lambda found: len([s for s in found if s.name == "batch twice"]) == 4
             )
-        steps = ["batch", "queue", "compute"] * 2
+        relayed = 0
         for server in servers(spans):
-            found = [one for one in spans if one.parent == server.id]
-            assert sorted(one.name for one in found) == sorted(["decode", "run", "encode", *steps])
-            (whole,) = [one for one in found if one.name == "run"]
-            assert (whole.attributes["fastserve.model"], server.attributes["fastserve.model"]) == (
-                "both",
-                "both",
-            )
-            for one in found:
-                if one.name in steps:
-                    assert one.attributes["fastserve.model"] == "twice"
+            assert set(below(spans, server)) == {"decode", "run", "encode"}
+            whole = below(spans, server)["run"]
+            inner = [one for one in spans if one.parent == whole.id]
+            if len(inner) == 1:  # the owner's, below that of the other front
+                relayed, whole = relayed + 1, inner[0]
+            assert {whole.attributes["fastserve.model"], server.attributes["fastserve.model"]} == {"both"}
+            steps = [one for one in spans if one.parent == whole.id]
+            assert [one.name for one in steps] == ["run", "run"]
+            for step in steps:
+                stages = below(spans, step)
+                assert set(stages) == {"batch", "queue", "compute"}
+                for one in (step, *stages.values()):
+                    assert (one.attributes["fastserve.model"], one.trace_id) == ("twice", server.trace_id)
                     assert whole.start_ns <= one.start_ns <= one.end_ns <= whole.end_ns
+        assert relayed == 1
+
+    run(work())
+
+
+CALLING = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = request.inputs()[0].as_numpy()
+            for model in ("twice", "nobody"):
+                sent = {"inputs": [pb_utils.Tensor("x", x)], "requested_output_names": ["y"]}
+                told = request.trace() if len(requests) > 1 else None
+                call = pb_utils.InferenceRequest(**sent, model_name=model, trace=told)
+                answer = call.exec()
+                if not answer.has_error():
+                    found = pb_utils.Tensor("y", answer.output_tensors()[0].as_numpy())
+            answers.append(pb_utils.InferenceResponse([found]))
+        return answers
+"""
+CALLING_CONFIG = """
+name: "caller"
+backend: "python"
+max_batch_size: 4
+input [{ name: "x", data_type: TYPE_FP32, dims: [2] }]
+output [{ name: "y", data_type: TYPE_FP32, dims: [2] }]
+dynamic_batching { max_queue_delay_microseconds: %d }
+instance_group [{ count: 1 }]
+"""
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_calls_to_other_models_are_spans_below_the_callers(
+    tmp_path: Path, collector: Received, together: int
+) -> None:
+    """A model that runs one request need not say for which it calls; one that runs several does."""
+    write_model(tmp_path)
+    (tmp_path / "caller" / "1").mkdir(parents=True)
+    (tmp_path / "caller" / "1" / "model.py").write_text(CALLING)
+    config = CALLING_CONFIG % (0 if together == 1 else 3_000_000)
+    config = config.replace("max_batch_size: 4", f"max_batch_size: {together}")
+    (tmp_path / "caller" / "config.pbtxt").write_text(config)
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}
+
+    async def work() -> None:
+        async with traced(tmp_path, collector, frontends=2) as served:
+            asked = [  # the last is not traced
+                post(served, "/v2/models/caller/infer", body, traceparent=given)
+                for given in (TRACEPARENT, UNSAMPLED)[:together]
+            ]
+            for answer in await asyncio.gather(*asked):
+                assert answer.json()["outputs"][0]["data"] == [2.0, 4.0]
+            spans = await asyncio.to_thread(
+                collector.wait,
+                lambda found: len(servers(found)) == 1 and sum(s.name.startswith("call") for s in found) == 2,
+            )
+        (server,) = servers(spans)
+        compute = check_stages(spans, server)
+        calls = below(spans, compute)
+        assert set(calls) == {"call twice", "call nobody"}
+        call, lost = calls["call twice"], calls["call nobody"]
+        assert set(below(spans, call)) == {"batch", "queue", "compute"}
+        for one in (call, lost, *below(spans, call).values()):
+            assert one.trace_id == TRACE
+            assert compute.start_ns <= one.start_ns <= one.end_ns <= compute.end_ns
+        assert (call.attributes["fastserve.model"], call.attributes["fastserve.rows"]) == ("twice", 1)
+        assert lost.attributes["error.type"] == "NOT_FOUND"
+        assert (call.failed, lost.failed, below(spans, lost)) == (False, False, {})
+
+    run(work())
+
+
+GROUPED = """
+from fastserve import batch_traces
+import numpy as np
+
+class Model:
+    def __init__(self, config):
+        pass
+
+    def run(self, inputs):
+        x = inputs["x"]
+        y = np.zeros((len(x), 1), np.float32)
+        for traced in batch_traces():
+            y[traced.rows.start : traced.rows.stop] = x.shape[1]
+        return {"y": y}
+"""
+
+
+def test_rows_of_a_traced_request_are_those_of_its_run(tmp_path: Path, collector: Received) -> None:
+    """A batch of several shapes is run shape by shape."""
+    model = write_model(tmp_path)
+    (model / "1" / "model.py").write_text(GROUPED)
+    config = (
+        "backend: python\nmax_batch_size: 3\nmax_queue_delay_us: 5000000\n"
+        "inputs: {x: {dtype: float32, shape: [-1]}}\noutputs: {y: {dtype: float32, shape: [1]}}\n"
+    )
+    (model / "model.yaml").write_text(config)
+
+    async def work() -> None:
+        async with traced(tmp_path, collector) as served:
+            asked = [
+                post(served, "/v1/models/twice:predict", {"instances": [x]}, traceparent=given)
+                for x, given in (([1.0], UNSAMPLED), ([1.0, 2.0], UNSAMPLED), ([3.0, 4.0], TRACEPARENT))
+            ]
+            found = [answer.json()["predictions"] for answer in await asyncio.gather(*asked)]
+            assert found == [[[0.0]], [[0.0]], [[2.0]]]
 
     run(work())
 
