@@ -28,7 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from demo_corpus import fetch, read_chapters, read_entries
 
 END = "<|endoftext|>"
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+TEMPLATE = """{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}
+{% endfor %}{% for m in messages %}{{ m['content'] or '' }}
+{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>
+{% endfor %}{% endfor %}"""
 CONTEXT, MOST_POSITIONS, VOCABULARY = 256, 1024, 3072
 BATCH, WARM_UP_STEPS, SEED = 16, 50, 1234
 ADAM_RATE, MUON_RATE = 3e-3, 0.02

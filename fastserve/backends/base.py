@@ -207,7 +207,11 @@ def read_specs(declared: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
 def write_specs(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
     """Write specs as the plain values that `read_specs` reads."""
     return {
-        name: {"dtype": spec.dtype.name, "shape": None if spec.shape is None else list(spec.shape)}
+        name: {
+            "dtype": spec.dtype.name,
+            "shape": None if spec.shape is None else list(spec.shape),
+            **({"columns": list(spec.columns)} if spec.columns else {}),
+        }
         for name, spec in specs.items()
     }
 
@@ -222,7 +226,8 @@ def _read_spec(name: str, spec: Any) -> TensorSpec:
         return TensorSpec(name, DTYPES[spec["dtype"]], None)
     if not isinstance(shape, list | tuple) or len(shape) > _RANK_MAX or not all(map(_is_length, shape)):
         raise ConfigError(f"tensor {name!r}: shape must be a list of lengths, -1 for any, or null")
-    return TensorSpec(name, DTYPES[spec["dtype"]], tuple(shape))
+    columns = tuple(map(str, spec.get("columns") or ()))
+    return TensorSpec(name, DTYPES[spec["dtype"]], tuple(shape), columns)
 
 
 def _is_length(length: Any) -> bool:

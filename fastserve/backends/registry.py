@@ -36,6 +36,8 @@ class BackendEntry:
     """The model's file in a version's folder; "" when the folder is enough."""
     weights_pattern: str = ""
     """A pattern of files that must lie beside it where no config says whose model it is."""
+    architectures: tuple[str, ...] = ()
+    """Endings of the names in config.json's `architectures`, one of which its models have."""
     other_files: tuple[str, ...] = ()
     """Files that may lie there instead of the model file."""
     class_name: str = ""
@@ -50,6 +52,8 @@ class BackendEntry:
     """Errors name it among those that people write; models of scripts are written by `fastserve.app`."""
     gpu: bool = False
     """Its models may compute on a GPU."""
+    forks: bool = False
+    """Its workers import torch and transformers, and may be forked from a process that has."""
     framework: str = ""
     """The module that must be installed."""
     framework_needs: tuple[str, ...] = ()
@@ -66,6 +70,8 @@ class BackendEntry:
     """Triton's name of the backend."""
     triton_platform: str = ""
     """Triton's older name of it."""
+    triton_file: str = ""
+    """Triton's name of its file or folder in a version's folder, where it is another."""
     triton_instances: int = 1
     """Workers of an instance group on CPUs that gives no count."""
 
@@ -144,6 +150,9 @@ BACKENDS = {
             extra="tensorflow",
             packages="tensorflow",
             alternative="convert the model: " + TO_ONNX.format(kind="--saved-model", place="N", folder="N"),
+            triton="tensorflow",
+            triton_platform="tensorflow_savedmodel",
+            triton_file="model.savedmodel",
         ),
         BackendEntry(
             "sklearn",
@@ -199,6 +208,15 @@ BACKENDS = {
             batch_rows=1024,
         ),
         BackendEntry(
+            "triton_fil",
+            "fastserve.backends.tabular.treelite:FilBackend",
+            native=False,
+            framework="treelite",
+            extra="treelite",
+            packages="treelite",
+            triton="fil",
+        ),
+        BackendEntry(
             "triton_python",
             "fastserve.backends.triton_api.backend:TritonPythonBackend",
             gpu=True,
@@ -219,9 +237,23 @@ BACKENDS = {
             native=False,
         ),
         BackendEntry(
+            "transformers",
+            "fastserve.backends.frameworks.transformers:TextTensorBackend",
+            forks=True,
+            model_file="config.json",
+            weights_pattern="*.safetensors",
+            architectures=("ForSequenceClassification", "ForTokenClassification"),
+            needs_config=False,
+            framework="torch",
+            framework_needs=("transformers", "tokenizers", "safetensors"),
+            extra="llm",
+            packages="torch transformers safetensors",
+        ),
+        BackendEntry(
             "text",
             "fastserve.backends.llm.backend:TransformersBackend",
             takes="text",
+            forks=True,
             streams=True,
             model_file="config.json",
             weights_pattern="*.safetensors",

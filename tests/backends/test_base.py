@@ -94,6 +94,6 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(name: object, tmp_pat
     with pytest.raises(
         ConfigError,
         match="allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
-        "lightgbm, catboost, treelite, text, text_python or module:Class",
+        "lightgbm, catboost, treelite, transformers, text, text_python or module:Class",
     ):
         create({"backend": name}, tmp_path, 0)

@@ -52,7 +52,7 @@ def test_anything_else_is_none(name: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"backend: given .*, allowed: python, onnx, torch, tensorflow, sklearn, xgboost, "
-        r"lightgbm, catboost, treelite, text, "
+        r"lightgbm, catboost, treelite, transformers, text, "
         r"text_python or module",
     ):
         find_backend(name)
@@ -74,7 +74,7 @@ def write_model(folder: Path, backend: str) -> Path:
         (
             "ensemble",
             'backend: given "ensemble", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, '
-            "lightgbm, catboost, treelite, text, ",
+            "lightgbm, catboost, treelite, transformers, text, ",
         ),
     ],
 )

@@ -32,6 +32,7 @@ from fastserve.backends.batch_io import OutputCheck
 from fastserve.backends.model_errors import clean
 from fastserve.backends.registry import find_backend
 from fastserve.errors import ConfigError, Kind, ServeError
+from fastserve.settings.model_options import read_options
 from fastserve.tensor import DTYPE_BY_TENSORFLOW, TensorSpec, fits_shape
 
 if TYPE_CHECKING:
@@ -196,7 +197,8 @@ class TensorFlowBackend:
         self.inputs: dict[str, TensorSpec] = {}
         self.outputs: dict[str, TensorSpec] = {}
         self.signatures: dict[str, dict[str, Any]] = {}
-        self._config, self._version_dir = config, version_dir
+        file = read_options(config).model_file  # of Triton's layout, in a folder of the version's
+        self._config, self._version_dir = config, (version_dir / file).parent if file else version_dir
         self._batched = int(config.get("max_batch_size", 0)) > 0
         self._tf: Any = None
         self._model: Any = None

@@ -39,9 +39,9 @@ class TransformersBackend:
             options = msgspec.convert(self._config.get("text") or {}, TextOptions)
         except msgspec.ValidationError as error:
             raise ConfigError(f"text: {error}") from None
-        said = check_folder(self._folder)  # before the frameworks are imported, which takes seconds
+        said = check_folder(self._folder, options)  # before the frameworks are imported, which takes seconds
         device = str(self._config.get("device") or "cpu")
-        if find_runtime(said, options, device) == "numpy":
+        if find_runtime(self._folder, said, options, device) == "numpy":
             from fastserve.backends.llm.numpy_model import open_engine as open_in_numpy
 
             self._engine = open_in_numpy(self._folder, options)
@@ -50,19 +50,8 @@ class TransformersBackend:
         self.info = self._engine.info
 
     def _open_with_torch(self, options: TextOptions) -> TextEngine:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
-        began_s = 0.0
-        if _LOADING not in sys.modules:  # a worker that was forked has it
-            began_s = time.monotonic()
-            log.info("imports torch and transformers, which takes seconds of a processor")
-        try:
-            with gc_paused():
-                from fastserve.backends.llm.loading import open_engine
-        except ImportError as error:
-            raise ServeError(Kind.FAILED_PRECONDITION, find_backend("text").missing_text) from error
-        if began_s:
-            log.info("imported them in %.1f s, reads the weights", time.monotonic() - began_s)
-        return open_engine(self._folder, options, self._config)
+        engine: TextEngine = import_loading().open_engine(self._folder, options, self._config)
+        return engine
 
     def submit(self, request: TextRequest) -> None:
         """See TextEngine."""
@@ -91,3 +80,21 @@ class TransformersBackend:
         if self._engine is None:
             raise ServeError(Kind.FAILED_PRECONDITION, "the model is not loaded")
         return self._engine
+
+
+def import_loading() -> Any:
+    """Return the module `loading`, which imports torch and transformers. Raises ServeError where they are
+    missing."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
+    began_s = 0.0
+    if _LOADING not in sys.modules:  # a worker that was forked has it
+        began_s = time.monotonic()
+        log.info("imports torch and transformers, which takes seconds of a processor")
+    try:
+        with gc_paused():
+            from fastserve.backends.llm import loading
+    except ImportError as error:
+        raise ServeError(Kind.FAILED_PRECONDITION, find_backend("text").missing_text) from error
+    if began_s:
+        log.info("imported them in %.1f s, reads the weights", time.monotonic() - began_s)
+    return loading

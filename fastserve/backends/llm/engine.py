@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from fastserve._ext.sampler import Sampler
+from fastserve.backends.llm.grammars import Grammars
 from fastserve.backends.llm.pooling import make_pool, tell_vector
 from fastserve.backends.llm.protocols import Chunk, ModelRunner, Out, StepPlan, TextRequest
 from fastserve.backends.llm.sampling import BatchSampler
@@ -31,7 +34,7 @@ from fastserve.backends.llm.scheduling import (
     share_out,
 )
 from fastserve.backends.model_errors import count_out_of_memory, end_if_lost, explain, is_out_of_memory
-from fastserve.codec.generation import Extra, Finish, Info, write_text
+from fastserve.codec.generation import Extra, Finish, Grammar, Info, write_text
 from fastserve.errors import ConfigError, Kind, ServeError, invalid
 from fastserve.settings.model_options import TextOptions
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FAULTS_MAX = 3
 """Consecutive steps that may fail before the engine counts as broken."""
+COMPILE_NAP_S = 0.001
+"""Wait for a grammar when nothing else can run."""
 STEPS_BETWEEN_TRIES = 64
 """After an out-of-memory step, the prompt budget grows by one token every so many steps."""
 
@@ -48,12 +53,17 @@ STEPS_BETWEEN_TRIES = 64
 class BatchEngine(QueuedEngine):
     """The engine of one model. Settings of the sampler are checked in a slot of its own."""
 
-    def __init__(self, model: ModelRunner, info: Info, options: TextOptions) -> None:
+    def __init__(
+        self, model: ModelRunner, info: Info, options: TextOptions, grammars: Grammars | None = None
+    ) -> None:
+        """`grammars` have a slot more than the engine, as the sampler."""
         super().__init__(options)
-        self.info = info
+        self.info = msgspec.structs.replace(info, grammars=grammars is not None)
+        self._grammars = grammars
+        self._compiling: list[TextSequence] = []
         self._model, self._options = model, options
         self._rows = Rows(info.slots, model.cache, info.max_tokens if options.prefix_cache else 0)
-        self._drawing = BatchSampler(Sampler(info.vocab_size, info.slots + 1), info.slots)
+        self._drawing = BatchSampler(Sampler(info.vocab_size, info.slots + 1), info.slots, grammars)
         self._eos = dict.fromkeys(info.eos_ids, Finish.EOS)
         self._standing: list[TextSequence] = []
         self._numbers = self._steps = self._faults = 0
@@ -72,6 +82,8 @@ class BatchEngine(QueuedEngine):
         if request.note.embeds:
             sequence.pool = make_pool(self.info, self._options)
         self._drawing.check(sequence)
+        if request.note.sampling.grammar is not None:
+            self._compile(sequence, request.note.sampling.grammar)
         self._pooled += sequence.pool is not None
         self._numbers += 1
         sequence.number = self._numbers
@@ -82,10 +94,12 @@ class BatchEngine(QueuedEngine):
         """Run one iteration; see TextEngine.step."""
         now_ns = time.monotonic_ns()
         self._end_due(out, now_ns)
+        if self._compiling:
+            self._look_at_grammars(out)
         self._apply_back_pressure(out)
         shares = share_out(self._rows, self._waiting, self._begin, self._room(), now_ns)
         if not shares and not self._rows.writing:
-            return False
+            return self._await_grammar()
         plan = make_plan(self._rows, shares)
         logits = self._compute(plan, shares, out)
         if logits is not None:
@@ -96,7 +110,33 @@ class BatchEngine(QueuedEngine):
     def close(self) -> None:
         """Free memory; sequences that have not ended get no record."""
         self._sequences.clear()
+        if self._grammars is not None:
+            self._grammars.close()
         self._model.close()
+
+    def _compile(self, sequence: TextSequence, grammar: Grammar) -> None:
+        """Begin to compile the grammar of a new sequence. Raises ServeError."""
+        if self._grammars is None:
+            raise ServeError(Kind.UNIMPLEMENTED, "this model has no grammars")
+        sequence.grammar = self._grammars.compile(grammar)
+        self._compiling.append(sequence)
+
+    def _look_at_grammars(self, out: Out) -> None:
+        """Fail the sequences whose grammars cannot be used."""
+        here = [one for one in self._compiling if one.state != DecodeState.ENDED]
+        compiled = [one for one in here if one.is_ready]
+        self._compiling = [one for one in here if not one.is_ready]
+        for sequence in compiled:
+            fault = sequence.grammar.fault() if sequence.grammar is not None else None
+            if fault is not None:
+                self._fail(sequence, out, fault.kind, fault.message)
+
+    def _await_grammar(self) -> bool:
+        """Wait a little for the first grammar. Returns whether there is one."""
+        first = self._compiling[0].grammar if self._compiling else None
+        if first is not None:
+            first.wait(COMPILE_NAP_S)
+        return first is not None
 
     def _room(self) -> int:
         """Return the tokens of prompts for this step."""
@@ -204,6 +244,8 @@ class BatchEngine(QueuedEngine):
             self._rows.release(sequence, proven=sequence.drawn > 0 if proven is None else proven)
             self._drawing.end(sequence)
         self._pooled -= sequence.pool is not None
+        if sequence.grammar is not None and self._grammars is not None:
+            self._grammars.release(sequence.grammar)
         super()._end(sequence)
 
 
@@ -231,10 +273,23 @@ def describe_engine(
     )
 
 
-def try_model(model: ModelRunner) -> None:
-    """Run one step of each kind, so that a model that cannot run fails at load, and the first request does
-    not wait for lazy set-up."""
-    model.forward(StepPlan(np.zeros(2, np.int64), np.arange(2), 0, [Chunk(0, 0, 2, 0)], np.array([1])))
+def open_grammars(folder: Path, options: TextOptions, info: Info) -> Grammars | None:
+    """Return the grammars of a decoder's engine; None where fronts have no tokenizer for it, and as
+    Grammars.open."""
+    if options.tokenizer != "folder":
+        return None
+    return Grammars.open(folder, info.vocab_size, info.eos_ids, info.slots + 1)
+
+
+def try_model(model: ModelRunner, adapters: int = 0) -> None:
+    """Run one step of each kind, and one of each adapter, so that a model that cannot run fails at load, and
+    the first request does not wait for lazy set-up."""
+    for number in range(adapters + 1):
+        given = np.full(2, number) if number else None
+        chunk = Chunk(0, 0, 2, 0)
+        model.forward(
+            StepPlan(np.zeros(2, np.int64), np.arange(2), 0, [chunk], np.array([1]), adapters=given)
+        )
     model.forward(StepPlan(np.zeros(1, np.int64), np.array([2]), 1, [], np.zeros(1, np.int64)))
     model.cache.wipe(0, 3)
 

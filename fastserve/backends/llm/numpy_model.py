@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from fastserve.backends.llm.engine import BatchEngine, describe_engine, try_model
+from fastserve.backends.llm.engine import BatchEngine, describe_engine, open_grammars, try_model
 from fastserve.backends.llm.folder import check_folder, read_ends, rope_of, weight_files
 from fastserve.backends.llm.kv_cache import RowCache, find_cache_size, host_bytes, shape_of, zero_pages
 from fastserve.backends.llm.pooling import find_pooling, with_pooling
@@ -256,7 +256,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
 
 def open_engine(folder: Path, options: TextOptions) -> BatchEngine:
     """Raises ConfigError and ServeError; see TextBackend.load. Threads are the environment's."""
-    said = check_folder(folder)
+    said = check_folder(folder, options)
     options = with_pooling(options, find_pooling(folder, options, said["model_type"]))
     known = {name: said[name] for name in DecoderConfig.__struct_fields__ if name in said}
     fields = convert(known, DecoderConfig, "config.json")
@@ -271,7 +271,7 @@ def open_engine(folder: Path, options: TextOptions) -> BatchEngine:
     except MemoryError:
         text = f"no memory for the weights and a cache of {info.kv_tokens} tokens: lower text.kv_bytes"
         raise ServeError(Kind.RESOURCE_EXHAUSTED, text) from None
-    return BatchEngine(model, info, options)
+    return BatchEngine(model, info, options, open_grammars(folder, options, info))
 
 
 class WeightFiles:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from fastserve.backends.llm.folder import ENCODERS, read_json
+from fastserve.backends.llm.folder import FAMILIES, read_json
 from fastserve.backends.llm.protocols import Chunk
 from fastserve.codec.generation import Extra, Finish, Info, write_text
 from fastserve.errors import ConfigError, Kind, ServeError
@@ -87,7 +87,7 @@ def tell_vector(vector: NDArray[np.float32]) -> tuple[Finish, bytes]:
     return Finish.STOP, write_text(Extra(vector=vector.tobytes()))
 
 
-MODULES = "modules.json"
+MODULES, BERT = "modules.json", "sentence_bert_config.json"
 _MODES = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
 _WORDS = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 
@@ -103,7 +103,7 @@ class Pooling(NamedTuple):
 def find_pooling(folder: Path, options: TextOptions, model_type: str) -> Pooling:
     """Return the pooling of a folder. Raises ConfigError for one that is not supported."""
     said = _read_modules(folder) if (folder / MODULES).exists() else Pooling()
-    how = options.pooling or said.how or ("mean" if model_type in ENCODERS else "")
+    how = options.pooling or said.how or ("mean" if FAMILIES.get(model_type) == "encoder" else "")
     normalize = said.normalize if options.normalize is None else options.normalize
     return Pooling(how, normalize, said.most)
 
@@ -124,7 +124,14 @@ def _read_modules(folder: Path) -> Pooling:
             raise ConfigError(f"{MODULES}: {fault_text('type', kind, 'Transformer, Pooling, Normalize')}")
     if not how:
         raise ConfigError(f"{MODULES}: there is no module of the type Pooling")
-    return Pooling(how, normalize, _read_most(folder / "sentence_bert_config.json"))
+    return Pooling(how, normalize, _read_most(folder / BERT))
+
+
+def counts_prompt(folder: Path) -> bool:
+    """Return whether a prompt's tokens are pooled with those of the text. Raises ConfigError."""
+    modules = _modules(folder / MODULES) if (folder / MODULES).exists() else []
+    pools = [read_json(folder / path / "config.json") for kind, path in modules if kind == "Pooling"]
+    return all(pool.get("include_prompt", True) for pool in pools)
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

@@ -95,7 +95,8 @@ class Chunk:
 class StepPlan:
     """The plan of one step: int64 arrays. The first `writing` tokens belong to rows 0, 1, ... of the cache,
     one each; chunks follow. `wanted` are the places in `tokens` whose logits are needed, `pooled` those
-    whose hidden states are, None for none."""
+    whose hidden states are, None for none. `adapters` are those of `tokens` by number, 0 for none; None
+    where no token has one."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -103,6 +104,7 @@ class StepPlan:
     chunks: list[Chunk]
     wanted: NDArray[np.int64]
     pooled: NDArray[np.int64] | None = None
+    adapters: NDArray[np.int64] | None = None
 
 
 class KVCache(Protocol):

@@ -21,15 +21,16 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastserve.backends.llm.grammars import CompiledGrammar
 from fastserve.backends.llm.pooling import Pool
 from fastserve.backends.llm.protocols import Chunk, KVCache, Out, StepPlan, TextRequest
-from fastserve.codec.generation import Finish, Info, Sampling
+from fastserve.codec.generation import Finish, Info, PromptRank, Sampling
 from fastserve.errors import invalid
 from fastserve.settings.model_options import TextOptions
 
@@ -68,6 +69,8 @@ class TextSequence:
     arrived_ns: int = 0
     last_ns: int = 0
     """Time of the last token; arrival before the first."""
+    adapter: int = 0
+    """Number of its adapter; 0: none."""
     state: DecodeState = DecodeState.WAITING
     row: int = -1
     slot: int = -1
@@ -75,8 +78,17 @@ class TextSequence:
     drawn: int = 0
     scores: list[tuple[int, float | None]] | None = None
     """Log probabilities of the prompt's tokens, when requested."""
+    ranks: list[PromptRank] = field(default_factory=list)
+    """Ranks of the prompt's tokens behind the first and the likeliest there, when requested."""
+    grammar: CompiledGrammar | None = None
+    """The language of the answer; it is compiled while the sequence waits."""
     pool: Pool | None = None
     """Pools the prompt's embedding, when that was requested: no token is generated then."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can begin once there is a row."""
+        return self.grammar is None or self.grammar.done()
 
     @property
     def reads_all(self) -> bool:
@@ -96,12 +108,21 @@ def make_sequence(
         prompt=prompt,
         sampling=sampling,
         limit=max(1, min(asked, info.max_tokens - count)),
+        adapter=_find_adapter(request.note.adapter, info),
         ends=_ends(sampling, eos),
         priority=min(5, max(1, request.note.priority)),
         turn=request.note.turn,
         deadline_ns=request.note.deadline_ns,
         scores=[(int(prompt[0]), None)] if sampling.prompt_logprobs else None,
     )
+
+
+def _find_adapter(name: str, info: Info) -> int:
+    if not name:
+        return 0
+    if name not in info.adapters:
+        raise invalid(f"adapter: given {name!r}, allowed: {', '.join(info.adapters) or 'none'}")
+    return info.adapters.index(name) + 1
 
 
 def check_prompt(prompt: NDArray[np.int32], info: Info) -> None:
@@ -118,10 +139,11 @@ def check_prompt(prompt: NDArray[np.int32], info: Info) -> None:
 
 
 def _ends(sampling: Sampling, eos: Mapping[int, Finish]) -> Mapping[int, Finish]:
-    if not sampling.stop_ids and not sampling.ignore_eos:
+    ignores_eos = sampling.ignore_eos and sampling.grammar is None
+    if not sampling.stop_ids and not ignores_eos:
         return eos
     ends = dict.fromkeys(sampling.stop_ids, Finish.STOP)
-    if not sampling.ignore_eos:
+    if not ignores_eos:
         ends.update(eos)
     return ends
 
@@ -153,9 +175,10 @@ class WaitingQueue:
         del line[bisect_left(line, self._places.pop(sequence.rid))]
 
     def next(self, now_ns: int) -> TextSequence | None:
-        """Return the first sequence, which stays in the queue until it is removed."""
-        heads = [line[0][2] for line in self._lines.values() if line]
-        return min(heads, key=lambda one: self.rank(one, now_ns), default=None)
+        """Return the first sequence that is ready, which stays in the queue until it is removed."""
+        heads = [_first_ready(line) for line in self._lines.values() if line]
+        found = [one for one in heads if one is not None]
+        return min(found, key=lambda one: self.rank(one, now_ns), default=None)
 
     def rank(self, sequence: TextSequence, now_ns: int) -> tuple[int, float, int]:
         """Return the order of a sequence, lower first; also of sequences in prefill."""
@@ -163,6 +186,10 @@ class WaitingQueue:
         if self._ageing_ns:
             level = max(1, level - (now_ns - sequence.arrived_ns) // self._ageing_ns)
         return level, sequence.turn, sequence.number
+
+
+def _first_ready(line: list[tuple[float, int, TextSequence]]) -> TextSequence | None:
+    return next((sequence for _, _, sequence in line if sequence.is_ready), None)
 
 
 class DeadlineQueue:
@@ -231,8 +258,8 @@ class QueuedEngine:
 
 class Rows:
     """Sequences by their rows of the cache. `tokens[r]` is a row's next token to compute, `lengths[r]` its
-    positions in the cache, `slots[r]` its slot of the sampler, `ids` the tokens of those positions, where
-    rows are kept."""
+    positions in the cache, `slots[r]` its slot of the sampler, `adapters[r]` the adapter they were computed
+    with, `ids` the tokens of those positions, where rows are kept."""
 
     def __init__(self, count: int, cache: KVCache, keep_tokens: int = 0) -> None:
         self.sequences: list[TextSequence | None] = [None] * count
@@ -241,6 +268,7 @@ class Rows:
         self.tokens = np.zeros(count, np.int64)
         self.lengths = np.zeros(count, np.int64)
         self.slots = np.zeros(count, np.int32)
+        self.adapters = np.zeros(count, np.int64)
         self.ids = np.full((count, keep_tokens), -1, np.int32)
         self.freed = np.zeros(count, np.int64)
         """Order in which free rows were released."""
@@ -256,6 +284,7 @@ class Rows:
             row = min(free, key=lambda at: (self.lengths[at] > 0, self.freed[at])) if self._keep else free[0]
             self.lengths[row] = 0
         self.sequences[row], self.slots[row] = sequence, sequence.slot
+        self.adapters[row] = sequence.adapter
         sequence.row, sequence.state = row, DecodeState.PREFILL
         self.free -= 1
 
@@ -304,7 +333,7 @@ class Rows:
         if a == b:
             return
         self._swap_cached(a, b)
-        for array in (self.tokens, self.lengths, self.slots, self.freed, self.ids):
+        for array in (self.tokens, self.lengths, self.slots, self.adapters, self.freed, self.ids):
             array[[a, b]] = array[[b, a]]
         self.sequences[a], self.sequences[b] = self.sequences[b], self.sequences[a]
         for row in (a, b):
@@ -326,10 +355,10 @@ LEAST = 16
 
 
 def begin_row(rows: Rows, sequence: TextSequence) -> None:
-    """Take a row for a sequence, with as much of its prompt as another row has. The last token of a prompt
-    is always computed: its logits are needed."""
+    """Take a row for a sequence, with as much of its prompt as another row of the same adapter has. The last
+    token of a prompt is always computed: its logits are needed."""
     prompt = sequence.prompt
-    source, count = _longest(rows, prompt)
+    source, count = _longest(rows, prompt, sequence.adapter)
     if count < LEAST or sequence.reads_all:
         rows.take(sequence)
     elif rows.sequences[source] is None:
@@ -341,10 +370,13 @@ def begin_row(rows: Rows, sequence: TextSequence) -> None:
     rows.ids[sequence.row, : len(prompt)] = prompt
 
 
-def _longest(rows: Rows, prompt: np.ndarray) -> tuple[int, int]:
+def _longest(rows: Rows, prompt: np.ndarray, adapter: int) -> tuple[int, int]:
     best, most = -1, 0
     limit = len(prompt) - 1
-    for row in np.flatnonzero((rows.ids[:, :LEAST] == prompt[:LEAST]).all(1)) if limit >= LEAST else ():
+    if limit < LEAST:
+        return best, most
+    alike = (rows.ids[:, :LEAST] == prompt[:LEAST]).all(1) & (rows.adapters == adapter)
+    for row in np.flatnonzero(alike):
         count = min(limit, int(rows.lengths[row]))
         differs = np.flatnonzero(rows.ids[row, :count] != prompt[:count])
         count = int(differs[0]) if len(differs) else count
@@ -409,7 +441,16 @@ def make_plan(rows: Rows, shares: list[Prefill]) -> StepPlan:
         chunks,
         np.concatenate(wanted),
         _pooled_positions(shares),
+        _adapters_of(rows, shares),
     )
+
+
+def _adapters_of(rows: Rows, shares: list[Prefill]) -> NDArray[np.int64] | None:
+    if not rows.adapters.any():
+        return None
+    chunks = [np.full(one.chunk.count, one.sequence.adapter) for one in shares]
+    found = np.concatenate([rows.adapters[: rows.writing], *chunks])
+    return found if found.any() else None
 
 
 def _pooled_positions(shares: list[Prefill]) -> NDArray[np.int64] | None:

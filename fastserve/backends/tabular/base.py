@@ -6,14 +6,15 @@
                                                    {columns: [...]} names columns that have no names
 
 A library's file has its columns and several outputs. `parameters: {outputs: [...]}`, or the outputs that
-model.yaml declares, choose among them; what nobody has chosen is not computed. The model is run once, over
-one row, to learn the dtypes and shapes of its outputs.
+model.yaml declares, choose among them; what nobody has chosen is not computed. `output_names` gives them
+other names, and with `column_outputs` an output of one value a row has the shape [rows, 1]. The model is run
+once, over one row, to learn the dtypes and shapes of its outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,14 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class Derivation:
+    """How an output follows from another one, which the model also gives: it is not run twice."""
+
+    source: str
+    derive: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedModel:
     """A model as its library has opened it."""
 
@@ -65,12 +74,31 @@ class OpenedModel:
     """None: columns of numbers become one matrix."""
     by_column: bool = False
     """Its rows cannot be one matrix of numbers."""
+    derived: Mapping[str, Derivation] = field(default_factory=dict)
+    """Outputs that follow from another one to the last bit."""
+
+    def renamed(self, names: Mapping[str, str]) -> OpenedModel:
+        """Return the model with other names of its outputs."""
+
+        def title(name: str) -> str:
+            return names.get(name, name)
+
+        return replace(
+            self,
+            outputs={title(name): compute for name, compute in self.outputs.items()},
+            chosen=tuple(map(title, self.chosen)),
+            derived={
+                title(name): replace(one, source=title(one.source)) for name, one in self.derived.items()
+            },
+        )
 
 
 class TabularBackend:
     """Runs a model of rows; a subclass opens the files of one library."""
 
     files: tuple[str, ...] = ()
+    input_name = INPUT
+    """The name of the one matrix, where the config gives none."""
     dtype = "float64"
     """The dtype of numbers in its rows."""
 
@@ -102,6 +130,7 @@ class TabularBackend:
             words = clean(f"{file.name} cannot be opened: {error}", str(self._folder))
             raise ServeError(Kind.FAILED_PRECONDITION, f"{words}{self.version_text(file)}") from error
         self._model = replace(self._model, columns=self._name_columns(self._model.columns))
+        self._model = self._model.renamed(self._find_names(self._model))
         self.inputs = self._find_inputs(self._model)
         self.outputs = self._find_outputs(self._model)
 
@@ -119,7 +148,7 @@ class TabularBackend:
         assert self._model is not None
         rows = self._rows(inputs)
         try:
-            found = {name: self._model.outputs[name](rows) for name in self.outputs}
+            found = _compute(self._model, rows, self.outputs)
         except _REFUSALS as error:
             raise ServeError(Kind.INVALID_ARGUMENT, f"the model refuses these rows: {error}") from error
         return {name: _as_declared(found[name], spec) for name, spec in self.outputs.items()}
@@ -172,8 +201,11 @@ class TabularBackend:
     def _find_inputs(self, model: OpenedModel) -> dict[str, TensorSpec]:
         declared, width = self.inputs, len(model.columns)
         if not (model.by_column or self.wants_columns):
-            name = next(iter(declared), INPUT)
-            found = {name: TensorSpec(name, DTYPES[self.dtype], (width,))}
+            name = next(iter(declared), self.input_name)
+            names = tuple(column.name for column in model.columns)
+            known = () if names == number_names(width) else names
+            found = {name: TensorSpec(name, DTYPES[self.dtype], (width,), known)}
+            declared = {name: replace(spec, columns=known) for name, spec in declared.items()}
             return _agreed("inputs", declared, found)
         self._join = model.join or self._stack
         found = {
@@ -210,13 +242,28 @@ class TabularBackend:
         }
         try:
             joined = self._rows(rows)
-            found = {name: np.asarray(model.outputs[name](joined)) for name in wanted}
+            found = {name: self._as_rows(array) for name, array in _compute(model, joined, wanted).items()}
         except ConfigError:
             raise
         except Exception as error:
             raise ServeError(Kind.FAILED_PRECONDITION, f"the model fails for a first row: {error}") from error
         made = {name: _spec_of(name, array) for name, array in found.items()}
         return _agreed("outputs", self.outputs, made)
+
+    def _as_rows(self, array: Any) -> Any:
+        array = np.asarray(array)
+        return array.reshape(-1, 1) if array.ndim == 1 and self.parameters.get("column_outputs") else array
+
+    def _find_names(self, model: OpenedModel) -> Mapping[str, str]:
+        """Return the names that the config gives outputs, of those that the model has and of others. Raises
+        ConfigError for a name that is given twice."""
+        names = self.parameters.get("output_names") or {}
+        if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
+            raise ConfigError(f"parameters.output_names: given {names!r}, allowed: a name for each output")
+        titles = [names.get(name, name) for name in model.outputs]
+        if len(set(titles)) != len(titles):
+            raise ConfigError("parameters.output_names: a name is given twice")
+        return names
 
     def _choose(self, model: OpenedModel) -> Sequence[str]:
         given: Any = list(self.outputs) or self.parameters.get("outputs", model.chosen)
@@ -255,6 +302,18 @@ def make_frame(names: Sequence[str], dtypes: Mapping[str, Any] | None = None) ->
 def number_columns(names: Sequence[str]) -> tuple[Column, ...]:
     """Return columns of numbers."""
     return tuple(Column(name) for name in names)
+
+
+def number_names(width: int) -> tuple[str, ...]:
+    """Return the names of columns that have none."""
+    return tuple(map(str, range(width)))
+
+
+def _compute(model: OpenedModel, rows: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return the outputs of these names, one that follows from another of them without running the model."""
+    ways = {name: way for name, way in model.derived.items() if name in names and way.source in names}
+    found = {name: model.outputs[name](rows) for name in names if name not in ways}
+    return found | {name: way.derive(found[way.source]) for name, way in ways.items()}
 
 
 def _first_row(spec: TensorSpec, columns: Sequence[Column], *, by_column: bool) -> Any:
@@ -306,6 +365,8 @@ def _agreed(
 
 def _as_declared(array: Any, spec: TensorSpec) -> Any:
     array = np.asarray(array)
+    if array.ndim == 1 and spec.shape:
+        array = array.reshape(-1, 1)
     if spec.dtype.name == "bytes":
         return array.astype(object)
     return np.ascontiguousarray(array, spec.dtype.name)

@@ -25,6 +25,7 @@ from fastserve.backends.tabular.base import (
     LEAVES,
     PREDICTIONS,
     Column,
+    Derivation,
     OpenedModel,
     TabularBackend,
     make_frame,
@@ -60,17 +61,20 @@ class LightGBMBackend(TabularBackend):
             LEAVES: lambda rows: predict(rows, pred_leaf=True),
             CONTRIBUTIONS: lambda rows: predict(rows, pred_contrib=True),
         }
+        derived: dict[str, Derivation] = {}
         told = _OBJECTIVE.search(head)
         objective = told[1].decode() if told else ""
         if objective in ("binary", "multiclass", "multiclassova"):
             labels = self.find_labels(2 if objective == "binary" else int(told[2] or 2))  # type: ignore[index]
             outputs[LABELS] = lambda rows: labels[_number(predict(rows))]
+            derived[LABELS] = Derivation(PREDICTIONS, lambda found: labels[_number(found)])
         names = booster.feature_name()
         categories = _categories(names, booster.pandas_categorical or (), head)
         columns = tuple(_column(name, categories.get(name)) for name in names)
         if not categories:
-            return OpenedModel(columns, outputs)
-        return OpenedModel(columns, outputs, join=_make_join(names, categories), by_column=True)
+            return OpenedModel(columns, outputs, derived=derived)
+        join = _make_join(names, categories)
+        return OpenedModel(columns, outputs, join=join, by_column=True, derived=derived)
 
 
 def _number(found: Any) -> Any:

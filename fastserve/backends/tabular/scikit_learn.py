@@ -9,6 +9,7 @@
     probabilities    `predict_proba`; of several outputs probabilities_0, _1, ...
     scores           `decision_function`
     leaves           `apply`
+    transformed      `transform`
 
 Rows are float64, and a NaN is a missing value. An estimator that was fitted to a table keeps the names of its
 columns; where an encoder has learned texts of a column, the model takes one input for each column. An empty
@@ -21,6 +22,7 @@ import logging
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from fastserve.backends.tabular.base import (
     PROBABILITIES,
     SCORES,
     Column,
+    Derivation,
     Join,
     OpenedModel,
     TabularBackend,
@@ -49,6 +52,12 @@ UNTRUSTED = (
     "names reads it, where you trust the author"
 )
 _METHODS = (("decision_function", SCORES), ("apply", LEAVES))
+TRANSFORMED = "transformed"
+# Classifiers whose `predict` is the largest of `predict_proba`, by their own code.
+_LARGEST = (
+    *("BaggingClassifier", "DecisionTreeClassifier", "ExtraTreeClassifier", "ExtraTreesClassifier"),
+    *("RandomForestClassifier", "VotingClassifier"),
+)
 
 
 class SklearnBackend(TabularBackend):
@@ -60,14 +69,19 @@ class SklearnBackend(TabularBackend):
         """Read the file, where that is allowed. Raises ConfigError where it is not."""
         model = self._read(file)
         width = getattr(model, "n_features_in_", None)
-        if not callable(getattr(model, "predict", None)) or width is None:
+        works = any(callable(getattr(model, method, None)) for method in ("predict", "transform"))
+        if not works or width is None:
             raise ConfigError(
                 f"{file.name} holds a {type(model).__name__}: wanted is a fitted model of scikit-learn with "
-                "predict, and n_features_in_ numbers a row"
+                "predict or transform, and n_features_in_ numbers a row"
             )
         if self.threads:
             _set_threads(model, self.threads)
-        outputs: dict[str, Callable[[Any], Any]] = {PREDICTIONS: model.predict}
+        outputs: dict[str, Callable[[Any], Any]] = {}
+        if hasattr(model, "predict"):
+            outputs[PREDICTIONS] = model.predict
+        if hasattr(model, "transform"):
+            outputs[TRANSFORMED] = partial(_transform, model)
         names: Any = getattr(model, "feature_names_in_", None)
         named = names is not None
         columns = _columns(model, list(names) if named else [str(number) for number in range(int(width))])
@@ -75,7 +89,7 @@ class SklearnBackend(TabularBackend):
         join: Join | None = _join_objects if by_column else None
         if named and (by_column or self.wants_columns):
             join = make_frame(names)
-        chosen = [PREDICTIONS]
+        chosen = [PREDICTIONS if PREDICTIONS in outputs else TRANSFORMED]
         if hasattr(model, "predict_proba"):
             many = isinstance(getattr(model, "classes_", None), list)
             found = {PROBABILITIES: model.predict_proba} if not many else _by_output(model)
@@ -86,7 +100,7 @@ class SklearnBackend(TabularBackend):
                 outputs[output] = getattr(model, method)
         # A matrix has its columns in the model's order, and needs no names.
         warnings.filterwarnings("ignore", message="X does not have valid feature names")
-        return OpenedModel(columns, outputs, tuple(chosen), join, by_column)
+        return OpenedModel(columns, outputs, tuple(chosen), join, by_column, _derive(model))
 
     @property
     def _trusts_author(self) -> bool:
@@ -131,6 +145,23 @@ class SklearnBackend(TabularBackend):
             return joblib.load(file)
         with file.open("rb") as stream:
             return pickle.load(stream)
+
+
+def _derive(model: Any) -> dict[str, Derivation]:
+    """Return how labels follow from probabilities, for a classifier that finds them so itself."""
+    last = model.steps[-1][1] if type(model).__name__ == "Pipeline" else model
+    kind = type(last)
+    if not kind.__module__.startswith("sklearn.") or kind.__name__ not in _LARGEST:
+        return {}
+    classes = getattr(last, "classes_", None)
+    if not isinstance(classes, np.ndarray) or classes.ndim != 1 or getattr(last, "voting", "soft") != "soft":
+        return {}
+    return {PREDICTIONS: Derivation(PROBABILITIES, lambda found: classes.take(np.argmax(found, axis=1)))}
+
+
+def _transform(model: Any, rows: Any) -> Any:
+    found = model.transform(rows)
+    return found.toarray() if hasattr(found, "toarray") else np.asarray(found)  # one may be sparse
 
 
 def _by_output(model: Any) -> dict[str, Callable[[Any], Any]]:

@@ -3,17 +3,20 @@
     predictions      what Booster.predict returns                        float32
     margins          the same before the objective's function            float32
     labels           the class: of class_labels, else its number         bytes or int64
+    probabilities    of each class, of binary:logistic, multi:softprob   float32
     leaves           the leaf that a row falls into, of each tree        float32
     contributions    SHAP values of each column, and the bias behind     float32
 
 Rows are float32, as XGBoost keeps them. A NaN is a missing value. `parameters: {best_iteration: true}` stops
-at the round that early stopping found best, as the classes of xgboost.sklearn do.
+at the round that early stopping found best, as the classes of xgboost.sklearn do. With `as_estimator: true` a
+file that XGBClassifier has saved has its `predict` as predictions, and probabilities.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from fastserve.backends.tabular.base import (
     LABELS,
     LEAVES,
     PREDICTIONS,
+    PROBABILITIES,
+    Derivation,
     OpenedModel,
     TabularBackend,
     number_columns,
@@ -70,15 +75,27 @@ class XGBoostBackend(TabularBackend):
             ),
         }
         objective = str(learner["objective"]["name"])
+        estimates = self.parameters.get("as_estimator") and _is_classifier(booster)
+        chosen: tuple[str, ...] = (PREDICTIONS,)
+        derived: dict[str, Derivation] = {}
         if objective.startswith(("binary:", "multi:")):
             classes = max(2, int(learner["learner_model_param"]["num_class"]))
-            outputs[LABELS] = self._label(predict, objective, self.find_labels(classes))
-        return OpenedModel(number_columns(names), outputs)
+            label = self._label(objective, self.find_labels(classes))
+            outputs[LABELS] = lambda rows: label(predict(rows))
+            derived[LABELS] = Derivation(PREDICTIONS, label)
+            if objective in ("binary:logistic", "multi:softprob"):
+                outputs[PROBABILITIES] = lambda rows: _by_class(predict(rows))
+                derived[PROBABILITIES] = Derivation(PREDICTIONS, _by_class)
+            if estimates and PROBABILITIES in outputs:
+                outputs[PREDICTIONS] = outputs[LABELS]
+                chosen = (PREDICTIONS, PROBABILITIES)
+                of_class = Derivation(PROBABILITIES, partial(_label_of_class, label, objective))
+                derived = {PREDICTIONS: of_class, LABELS: of_class}
+        return OpenedModel(number_columns(names), outputs, chosen, derived=derived)
 
     @staticmethod
-    def _label(predict: Callable[[Any], Any], objective: str, labels: Any) -> Callable[[Any], Any]:
-        def label(rows: Any) -> Any:
-            found = predict(rows)
+    def _label(objective: str, labels: Any) -> Callable[[Any], Any]:
+        def label(found: Any) -> Any:
             if objective == "binary:logitraw":
                 return labels[(found > 0).astype(int)]
             if objective.startswith("binary:"):
@@ -86,3 +103,18 @@ class XGBoostBackend(TabularBackend):
             return labels[found.astype(int) if found.ndim == 1 else np.argmax(found, axis=1)]
 
         return label
+
+
+def _is_classifier(booster: Any) -> bool:
+    """Return whether a class of xgboost.sklearn that classifies has saved the file."""
+    told = booster.attr("scikit_learn")
+    return told is not None and json.loads(told).get("_estimator_type") == "classifier"
+
+
+def _by_class(found: Any) -> Any:
+    """Return the probability of each class, as XGBClassifier.predict_proba does."""
+    return found if found.ndim == 2 else np.vstack((1.0 - found, found)).T
+
+
+def _label_of_class(label: Callable[[Any], Any], objective: str, found: Any) -> Any:
+    return label(found[:, 1] if objective == "binary:logistic" else found)

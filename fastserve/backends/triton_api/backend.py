@@ -50,7 +50,8 @@ def import_from(folder: Path, filename: str) -> ModuleType:
     pickles.
     """
     package = folder.name
-    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+    own = [name for name in list(sys.modules) if name == package or name.startswith(f"{package}.")]
+    for name in own:  # a copy: models that share a process are loaded in threads
         del sys.modules[name]  # of another model in this process, whose version has the same number
     init = folder / "__init__.py"
     if init.is_file():

@@ -176,12 +176,12 @@ class InferenceTrace:
     """The trace of a request, as a model continues it."""
 
     def __init__(self, context: TraceContext | None = None) -> None:
-        self._context = context
+        self.context = context
 
     def get_context(self) -> str | None:
         """Return the span that the model's own are to be below, as JSON of the headers `traceparent` and
         `tracestate`; None for a request that is not traced."""
-        context = self._context
+        context = self.context
         if context is None:
             return None
         carrier = {"traceparent": context.traceparent}

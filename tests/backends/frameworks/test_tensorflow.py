@@ -277,6 +277,8 @@ def server(
         shutil.copytree(saved / name, root / name)
     yaml_text = yaml.safe_dump({"backend": "tensorflow", "max_batch_size": 8})
     (root / "half" / "model.yaml").write_text(yaml_text)
+    shutil.copytree(saved / "plain/1", root / "triton/1/model.savedmodel")
+    (root / "triton/config.pbtxt").write_text('platform: "tensorflow_savedmodel" max_batch_size: 8')
     options = ["--frontends", "2"] if request.param == 2 else []
     with Running(root, root.parent / f"log{request.param}", *options) as running:
         yield running
@@ -386,6 +388,20 @@ def test_requests_of_different_signatures_do_not_mix(server: Running) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(one, range(200)))
+
+
+def test_tritons_folder_of_a_saved_model(server: Running) -> None:
+    """The tensors of `model.savedmodel` are those of its signature, and the config call shows them."""
+    _, config = post(server, "/v2/models/triton/config", {})
+    assert (config["backend"], config["platform"]) == ("tensorflow", "tensorflow_savedmodel")
+    assert config["default_model_filename"] == "model.savedmodel"
+    (given,) = config["input"]
+    assert (given["dims"], given["reshape"]) == ([1], {"shape": []})
+    tensor = {"name": given["name"], "shape": [2, 1], "datatype": "FP32", "data": [2.0, 4.0]}
+    for _ in range(8):  # by any of the front processes
+        status, reply = post(server, "/v2/models/triton/infer", {"inputs": [tensor]})
+        assert status == 200, reply
+        assert [(output["shape"], output["data"]) for output in reply["outputs"]] == [([2, 1], [3.0, 4.0])]
 
 
 @pytest.mark.parametrize("server", [1], indirect=True, ids=["one front"])

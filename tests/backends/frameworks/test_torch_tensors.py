@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.backends.frameworks.torch_models import CONFIG, save_class
 from tests.devices.simulated_device import NAME
 from tests.devices.simulated_worker import simulated_services
 from tests.server.rig import run
+from tests.warm import with_torch
 from tests.workers.device_rig import device_pair
 
 PYTHON = {**CONFIG, "backend": "python", "device_tensors": True}
@@ -30,6 +32,13 @@ class Model:
         assert type(x) is torch.Tensor and torch.from_dlpack(x).data_ptr() == x.data_ptr()
         return {answer}
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_have_torch() -> Iterator[None]:
+    """They import this module."""
+    with with_torch():
+        yield
 
 
 def load(folder: Path, answer: str, **changes: Any) -> Any:

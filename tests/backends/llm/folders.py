@@ -12,7 +12,7 @@ from tests.late import Late
 
 transformers = Late("transformers")
 VOCAB, LENGTH, EOS = 97, 128, 5
-_SIZE: dict[str, Any] = {
+SIZE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -25,7 +25,7 @@ _SIZE: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-PLAIN = ("gpt2", "llama_biased", "mistral_gelu")
+PLAIN = ("gpt2", "bloom")
 """Families that run in transformers' code; the others' forward is written out."""
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 _STRETCHED = {
@@ -46,18 +46,32 @@ _GPT2: dict[str, Any] = {
     "eos_token_id": EOS,
     "scale_attn_by_inverse_layer_idx": True,
 }
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _SIZE),
-    "qwen2": ("Qwen2Config", _SIZE | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", _SIZE | {"head_dim": 8}),
-    "mistral": ("MistralConfig", _SIZE | {"sliding_window": 24}),
-    "qwen2_windows": ("Qwen2Config", _SIZE | _WINDOWS),
-    "llama_biased": ("LlamaConfig", _SIZE | {"attention_bias": True, "mlp_bias": True}),
-    "llama_stretched": ("LlamaConfig", _SIZE | {"rope_parameters": _STRETCHED}),
-    "mistral_gelu": ("MistralConfig", _SIZE | {"sliding_window": 24, "hidden_act": "gelu"}),
-    "gpt2": ("GPT2Config", _GPT2),
+_BLOOM: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
 }
-"""Of each family its class of transformers', and its fields."""
+_GEMMA2 = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", SIZE),
+    "qwen2": ("Qwen2Config", SIZE | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", SIZE | {"head_dim": 8}),
+    "mistral": ("MistralConfig", SIZE | {"sliding_window": 24}),
+    "qwen2_windows": ("Qwen2Config", SIZE | _WINDOWS),
+    "llama_biased": ("LlamaConfig", SIZE | {"attention_bias": True, "mlp_bias": True}),
+    "llama_stretched": ("LlamaConfig", SIZE | {"rope_parameters": _STRETCHED}),
+    "mistral_gelu": ("MistralConfig", SIZE | {"sliding_window": 24, "hidden_act": "gelu"}),
+    "gpt2": ("GPT2Config", _GPT2),
+    "gemma2": ("Gemma2Config", SIZE | _GEMMA2),
+    "bloom": ("BloomConfig", _BLOOM),
+}
+"""Of families of each form a class of transformers', and its fields: all tests run on these. families.py has
+the others."""
 
 
 def make_config(kind: str, fields: dict[str, Any]) -> Any:
@@ -68,13 +82,24 @@ def make_config(kind: str, fields: dict[str, Any]) -> Any:
 
 def save_model(folder: Path, family: str, *, spread: float = 0.25, **saving: Any) -> Any:
     """Weights wide enough for logits that differ by more than rounding. The model, as transformers has it."""
-    config = make_config(*CONFIGS[family])
+    return save_config(folder, make_config(*CONFIGS[family]), spread=spread, **saving)
+
+
+def save_config(folder: Path, config: Any, *, spread: float = 0.25, **saving: Any) -> Any:
+    """The same for a config of transformers. Biases are about 0, weights of norms about 1."""
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, mean=float(weight.ndim < 2), std=spread)
+    for name, weight in model.named_parameters():
+        mean = float(weight.ndim < 2 and not name.endswith("bias"))
+        torch.nn.init.normal_(weight, mean=mean, std=spread)
     model.save_pretrained(folder, **saving)
     return model
+
+
+def read_model(folder: Path) -> Any:
+    """The model of a folder as transformers reads it: of some families, not all of what was saved."""
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def generate(model: Any, prompt: list[int], count: int, **settings: Any) -> list[int]:

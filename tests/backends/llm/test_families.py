@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fastserve.backends.llm.backend import TransformersBackend
+from fastserve.backends.llm.folder import FAMILIES as FORMS
+from fastserve.backends.llm.generic_model import GenericModel
+from fastserve.backends.llm.protocols import Chunk, StepPlan
+from fastserve.backends.llm.torch_model import FusedModel, use_int8
 from fastserve.codec.generation import Finish
-from tests.backends.llm.folders import CONFIGS, EOS, LENGTH, PLAIN, VOCAB, generate, save_model
+from fastserve.errors import ConfigError
+from tests.backends.llm.families import FAMILIES
+from tests.backends.llm.folders import (
+    CONFIGS,
+    EOS,
+    LENGTH,
+    PLAIN,
+    SIZE,
+    VOCAB,
+    generate,
+    make_config,
+    read_model,
+    save_config,
+    save_model,
+)
 from tests.backends.llm.outs import Heard, ask, run
 
+PAGE = Path(__file__).parents[3] / "docs" / "backends" / "textgen.md"
 SMALL = {"max_sequences": 4, "step_tokens": 40}
 
 
@@ -52,8 +73,105 @@ def test_greedy_is_generate(family: tuple[Path, Any]) -> None:
         expected = generate(model, ids, count)
         assert heard.tokens[rid] == expected
         assert heard.ended[rid] == (Finish.EOS if expected[-1] == EOS else Finish.LENGTH)
-    assert (engine._engine._model._fused is None) == (folder.name[:-1] in PLAIN)
+    assert isinstance(computes(engine), FusedModel) != (folder.name[:-1] in PLAIN)
+    check_logits(engine, model, asked[0][0])
     engine.close()
+
+
+def check_logits(engine: TransformersBackend, model: Any, ids: list[int]) -> None:
+    """Compare a prompt's logits: caps and scales of all of them do not show in the greatest."""
+    runner: Any = engine._engine._model  # type: ignore[union-attr]
+    tokens = np.array(ids)
+    plan = StepPlan(tokens, np.arange(len(ids)), 0, [Chunk(0, 0, len(ids), 0)], np.array([len(ids) - 1]))
+    with torch.inference_mode():
+        expected = model(input_ids=torch.from_numpy(tokens[None])).logits[0, -1].numpy()
+    np.testing.assert_allclose(runner.forward(plan)[0], expected, rtol=1e-3, atol=1e-3 * np.ptp(expected))
+
+
+def computes(engine: TransformersBackend) -> Any:
+    """What computes a step: the forward that is written out, or a model of transformers."""
+    runner: Any = engine._engine._model  # type: ignore[union-attr]
+    return getattr(runner, "_fused", None) or runner._model
+
+
+def form_of(engine: TransformersBackend) -> str:
+    """The form of folder.py that an engine has."""
+    runner: Any = engine._engine._model  # type: ignore[union-attr]
+    if isinstance(runner, GenericModel):
+        return "generic"
+    return "ragged" if runner._fused is None else "written"
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens"), [(3, 16), pytest.param(20, 64, marks=pytest.mark.torture)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_is_generate(tmp_path: Path, name: str, count: int, tokens: int) -> None:
+    """In company, and the last prompt alone, or each where there are many."""
+    config = make_config(*FAMILIES[name])
+    save_config(tmp_path, config)
+    model, asked = read_model(tmp_path), prompts(count, seed=11, longest=LENGTH - tokens)
+    expected = [generate(model, ids, tokens) for ids in asked]
+    assert len({token for said in expected for token in said}) > 2
+    engine = load(tmp_path)
+    assert form_of(engine) == FORMS[config.model_type]
+    requests = [ask(rid, ids, max_new_tokens=tokens) for rid, ids in enumerate(asked)]
+    heard = run(engine, requests)
+    assert [heard.tokens[rid] for rid in range(count)] == expected
+    for request in requests if count > 3 else requests[-1:]:
+        assert run(engine, [request]).tokens[request.rid] == expected[request.rid]
+    check_logits(engine, model, asked[0])
+    engine.close()
+
+
+def test_the_docs_list_every_family() -> None:
+    table = re.search(r"<!-- table: families -->\n(.*?)<!-- end -->", PAGE.read_text(), re.DOTALL)
+    assert table is not None
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].splitlines()[2:]]
+    found = [(kind, form) for form, _, kinds in rows for kind in re.findall(r"`([\w-]+)`", kinds)]
+    assert found == list(FORMS.items())
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "qwen3", "gemma2", "gpt2", "bloom"])
+def test_int8_weights_of_each_form(tmp_path: Path, name: str) -> None:
+    """What is written is what transformers writes with the same linear layers, alone and in company, and its
+    logits are near those of float32."""
+    save_model(tmp_path, name)
+    plain, model, asked = read_model(tmp_path), read_model(tmp_path), prompts(5, seed=3, longest=60)
+    with torch.inference_mode():
+        use_int8(model)
+        ids = torch.tensor([asked[0][:8] * 4])
+        exact, near = plain(ids).logits, model(ids).logits
+    assert 0 < (near - exact).abs().mean() < 0.1 * exact.std()
+    engine = load(tmp_path, quantization="int8")
+    requests = [ask(rid, ids, max_new_tokens=12) for rid, ids in enumerate(asked)]
+    heard = run(engine, requests)
+    assert [heard.tokens[rid] for rid in range(5)] == [generate(model, ids, 12) for ids in asked]
+    assert run(engine, requests[-1:]).tokens[4] == heard.tokens[4]
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_stretch_beyond_a_bound(tmp_path: Path, kind: str) -> None:
+    """What depends on company lies behind the bound."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}
+    bound = "max_position_embeddings"
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [9.0] * 4}
+        bound = "original_max_position_embeddings"
+    family = {"dynamic": "LlamaConfig", "longrope": "Phi3Config"}[kind]
+    model = save_config(tmp_path, make_config(family, SIZE | {"rope_parameters": rope, bound: 32}))
+    with pytest.raises(ConfigError, match=f"rope_type {kind} is not served.*text.max_tokens: 32$"):
+        load(tmp_path)
+    engine, asked = load(tmp_path, max_tokens=32), prompts(4, seed=12, longest=20)
+    heard = run(engine, [ask(rid, ids, max_new_tokens=12) for rid, ids in enumerate(asked)])
+    assert [heard.tokens[rid] for rid in range(4)] == [generate(model, ids, 12) for ids in asked]
+    engine.close()
+
+
+def test_every_family_that_is_served_is_compared() -> None:
+    compared = {make_config(*one).model_type for one in (CONFIGS | FAMILIES).values()}
+    assert compared == {kind for kind, form in FORMS.items() if form in ("written", "ragged", "generic")}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastserve.backends.llm import kv_cache
+from fastserve.backends.llm import kv_cache, torch_model
 from fastserve.backends.llm.backend import TransformersBackend
 from fastserve.backends.llm.kv_cache import CacheSize, find_cache_size, row_bytes
 from fastserve.codec.generation import Finish
@@ -48,6 +49,15 @@ def refuse(folder: Path, words: str, config: dict[str, Any] | None = None, **tex
     with pytest.raises((ConfigError, ServeError), match=words) as caught:
         load(folder, config, **text)
     assert str(folder) not in str(caught.value)
+
+
+def test_int8_weights_where_they_do_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(
+        folder, "int8 computes in float32, text.dtype says bfloat16", quantization="int8", dtype="bfloat16"
+    )
+    refuse(folder, "numpy does not run text.quantization int8", quantization="int8", runtime="numpy")
+    monkeypatch.setattr(torch_model, "INT8_CALL", "what_a_later_torch_lacks")
+    refuse(folder, "int8 needs FBGEMM", quantization="int8")
 
 
 def test_a_load_says_what_it_waits_for(
@@ -121,8 +131,10 @@ def test_missing_files(folder: Path, tmp_path: Path) -> None:
         ("config.json", "{", "config.json: not JSON"),
         ("config.json", "[]", "config.json: not a JSON object"),
         ("config.json", "{}", "model_type is missing"),
-        ("config.json", '{"model_type": "t5"}', 'model_type: given "t5"'),
-        ("adapter_config.json", "{}", "adapters are not served"),
+        ("config.json", '{"model_type": "t5"}', 'model_type: given "t5".*textgen.md lists.*text_python'),
+        ("config.json", '{"model_type": ["llama"]}', "model_type: given"),
+        ("config.json", '{"model_type": "mamba"}', "model_type mamba is not served: .* text_python"),
+        ("adapter_config.json", "{}", "the folder is an adapter, not a model: move it to adapters/NAME"),
         ("model.safetensors.index.json", "{}", "weight_map is missing"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "x.safetensors"}}', "names x.safetensors"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "../x.safetensors"}}', "files of the folder"),
@@ -141,6 +153,7 @@ def test_broken_files(folder: Path, name: str, text: str, words: str) -> None:
     ("fields", "words"),
     [
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2, "rope_theta": 1e4}}, "rope_type dynamic"),
         ({"num_hidden_layers": 3}, "the weights lack 9 tensors, model.layers.2"),
         ({"hidden_size": 64}, "cannot read the folder"),
@@ -172,6 +185,22 @@ def test_settings_that_do_not_fit(
     whole: tuple[Path, Any], config: dict[str, Any], text: dict[str, Any], words: str
 ) -> None:
     refuse(whole[0], words, config, **text)
+
+
+def test_what_a_folder_is_is_said_without_a_framework(tmp_path: Path) -> None:
+    """By the process that would load it, and has imported neither torch nor transformers."""
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from fastserve.backends.llm.backend import TransformersBackend\n"
+        "try:\n    TransformersBackend({}, Path(sys.argv[1]), 0).load()\n"
+        "except Exception as error:\n    print(error)\n"
+        "print({'torch', 'transformers'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "model_type mamba is not served" in said
+    assert said.endswith("set()\n")
 
 
 def test_a_cache_for_one_serves_one_after_another(whole: tuple[Path, Any]) -> None:

@@ -23,11 +23,11 @@ from fastserve.backends.llm.numpy_model import NumpyModel, WeightFiles
 from fastserve.backends.llm.protocols import Chunk, StepPlan
 from fastserve.codec.generation import Finish
 from fastserve.errors import ConfigError, ServeError
-from tests.backends.llm.folders import CONFIGS, PLAIN, VOCAB, generate, make_config, save_model
+from tests.backends.llm.folders import CONFIGS, VOCAB, generate, make_config, save_model
 from tests.backends.llm.outs import Heard, ask, run
 
 DEMO = Path(__file__).parents[3] / "fastserve" / "demo" / "scribe" / "1"
-NUMPY = sorted(set(CONFIGS) - set(PLAIN) | {"llama_biased"})
+NUMPY = sorted(set(CONFIGS) - {"bloom", "gemma2", "gpt2", "mistral_gelu"})
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 11},

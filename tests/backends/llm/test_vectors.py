@@ -28,11 +28,21 @@ _SIZE: dict[str, Any] = {
     "max_position_embeddings": 80,
 }
 _DISTILLED = {"vocab_size": VOCAB, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", _SIZE),
     "roberta": ("RobertaConfig", _SIZE | {"pad_token_id": 1}),
     "xlm-roberta": ("XLMRobertaConfig", _SIZE | {"pad_token_id": 1}),
     "distilbert": ("DistilBertConfig", _DISTILLED | {"max_position_embeddings": 80}),
+    "albert": ("AlbertConfig", _SIZE | {"embedding_size": 16}),
+    "camembert": ("CamembertConfig", _SIZE | {"pad_token_id": 1}),
+    "deberta-v2": ("DebertaV2Config", _SIZE | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "electra": ("ElectraConfig", _SIZE | {"embedding_size": 16}),
+    "modernbert": (
+        "ModernBertConfig",
+        _SIZE | _ENDS | {"local_attention": 16, "global_attn_every_n_layers": 2},
+    ),
+    "mpnet": ("MPNetConfig", _SIZE | {"pad_token_id": 1}),
 }
 
 
@@ -67,7 +77,7 @@ def expected(model: Any, ids: list[int], how: str, *, normalize: bool = True) ->
 @pytest.mark.parametrize(
     ("family", "how"),
     [
-        *((family, "mean") for family in ("llama", "qwen2", "qwen3", "mistral", "gpt2")),
+        *((family, "mean") for family in ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2", "bloom")),
         ("llama", "last"),
         ("llama", "cls"),
     ],
@@ -115,10 +125,11 @@ def test_who_makes_none_says_so(tmp_path: Path) -> None:
 def test_encoders_in_batches(tmp_path: Path, name: str) -> None:
     """Texts of mixed lengths, padded: each is as alone."""
     model = save_encoder(tmp_path, name)
+    config = model.config
     for how in ("mean", "cls", "last"):
         engine = load(tmp_path, pooling=how)
         assert (engine.info.embeds, engine.info.writes) == (32, False)
-        assert engine.info.max_prompt_tokens == (78 if "roberta" in name else 80)
+        assert engine.info.max_prompt_tokens == (80 if config.pad_token_id == 0 else 78)
         given = [[token if token > 1 else 2 for token in ids] for ids in prompts(9, seed=4)]
         heard = run(engine, [asked(rid, ids) for rid, ids in enumerate(given)])
         for rid, ids in enumerate(given):

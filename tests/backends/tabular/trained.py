@@ -79,6 +79,24 @@ def sklearn_classes(folder: Path, rows: int) -> Trained:
     )
 
 
+def sklearn_votes(folder: Path, rows: int) -> Trained:
+    """A forest whose labels are texts and follow from its probabilities, behind a scaler."""
+    datasets, ensemble = pytest.importorskip("sklearn.datasets"), pytest.importorskip("sklearn.ensemble")
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    iris = datasets.load_iris()
+    forest = ensemble.RandomForestClassifier(10, max_depth=3, random_state=0)
+    model = make_pipeline(StandardScaler(), forest).fit(iris.data, iris.target_names[iris.target])
+    (folder / "model.joblib").write_bytes(pickle.dumps(model))
+    asked = resample(iris.data, rows)
+    return Trained(
+        {"input": asked},
+        {"predictions": texts(model.predict(asked)), "probabilities": model.predict_proba(asked)},
+        {"backend": "sklearn", "parameters": {"trust_pickle": True}},
+    )
+
+
 def sklearn_columns(folder: Path, rows: int) -> Trained:
     """A pipeline over a table with a column of texts, one of whose values is missing at times."""
     pandas = pytest.importorskip("pandas")
@@ -242,6 +260,7 @@ TRAINED: dict[str, Callable[[Path, int], Trained]] = {
     for train in (
         sklearn_forest,
         sklearn_classes,
+        sklearn_votes,
         sklearn_columns,
         xgboost_trees,
         lightgbm_columns,
