@@ -27,7 +27,7 @@ from fastserve.metrics.names import Traffic
 from fastserve.net import Call
 from fastserve.net.access_control import Resources, Scope
 from fastserve.net.router import Route, Yields, refuse_plainly
-from fastserve.repository.catalog import Catalog, PartialCatalog, VersionListeners
+from fastserve.repository.catalog import Catalog, PartialCatalog, TrafficCatalog, VersionListeners
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
 from fastserve.serving.api_operations import ApiOperation, ModelFacts, nothing_of_model, nothing_of_server
@@ -131,6 +131,13 @@ class ServingContext:
             spread=spread,
             state=ReplicatedState(),
         )
+
+    def draw(self, arms: Mapping[str, str], spread: Spread) -> ServingContext:
+        """Return the context of dialects for requests that were drawn: those that name no version of a model
+        get the version of its key in `arms`."""
+        patterns = ["*"] if self.part is None else self.part.patterns
+        part = TrafficCatalog(self.engine.catalog, patterns, arms)
+        return replace(self, part=part, spread=spread, state=ReplicatedState())
 
 
 class ListenerPolicy(Enum):

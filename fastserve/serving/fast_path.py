@@ -33,6 +33,7 @@ from fastserve.engine import (
     keep_response,
     read_response,
     respond,
+    sampler_of,
 )
 from fastserve.errors import ServeError
 from fastserve.metrics.names import Traffic
@@ -72,7 +73,7 @@ class FastPath(Lifecycle):
     ) -> None:
         requests, duration = traffic.succeeded(version.model, version.number)
         decode, encode = traffic.stages(version.model, version.number)
-        metrics = requests.add, duration.observe_ns, decode.observe_ns, encode.observe_ns
+        metrics = requests, duration, decode, encode
         super().__init__(queue, ServeError, metrics, outcome.answered, FAST, replies)
         self.version, self.accounted = version, traffic.accounted
         self.refuse = outcome.refused
@@ -196,7 +197,7 @@ class CachedPath(FastPath):
         if isinstance(found, Miss):
             self.submit(exchange, prepared, reserved, request_id, found, deadline_ns)
         elif found is not None:
-            self.decoded(monotonic_ns() - exchange.received_ns)
+            self.decoded(exchange)
             self._reply_kept(exchange, prepared, found, request_id)
         return found is not None
 
@@ -234,6 +235,27 @@ class CachedPath(FastPath):
             return prepared.write_response(exchange, response, request_id, None)
         held.keep(prepared.kept_form(found[0]), found[1])
         return prepared.write(exchange, writer, found[1], request_id, None)
+
+
+class SampledFastPath(FastPath):
+    """The fast path of a version with a request log: a request that is drawn takes the general path."""
+
+    draw: Callable[[], bool]
+
+    def start(
+        self,
+        exchange: Exchange,
+        prepared: PreparedRequest,
+        source: Any,
+        request_id: Any = None,
+        deadline_ns: int = 0,
+    ) -> bool:
+        """Take the request, or return False: nothing has happened then."""
+        return not self.draw() and super().start(exchange, prepared, source, request_id, deadline_ns)
+
+
+class SampledCachedPath(SampledFastPath, CachedPath):
+    """The fast path before a cache stage, of a version with a request log."""
 
 
 Prepared = TypeVar("Prepared", bound=PreparedRequest)
@@ -325,8 +347,17 @@ class PerVersion(Generic[Made]):
 
 def open_path(version: Version, traffic: Traffic, outcome: Outcome) -> FastPath | None:
     """The fast path of a version; None for one that does more with a request than run or keep it."""
-    stage = cache_stage_of(version)
+    stage, queue, sampler = cache_stage_of(version), fast_queue_of(version), sampler_of(version)
     if stage is not None:
-        return CachedPath(version, stage, traffic, outcome)
-    queue = fast_queue_of(version)
-    return None if queue is None else FastPath(version, queue, traffic, outcome)
+        if sampler is None:
+            return CachedPath(version, stage, traffic, outcome)
+        cached = SampledCachedPath(version, stage, traffic, outcome)
+        cached.draw = sampler.draw
+        return cached
+    if queue is None:
+        return None
+    if sampler is not None:
+        path = SampledFastPath(version, queue, traffic, outcome)
+        path.draw = sampler.draw
+        return path
+    return FastPath(version, queue, traffic, outcome)

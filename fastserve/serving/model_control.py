@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastserve.errors import Kind, ServeError
+from fastserve.errors import Kind, ServeError, unsupported
 from fastserve.net.access_control import Resource
 from fastserve.repository.version import Version, VersionState
 from fastserve.settings import ModelEntry, Settings
+from fastserve.settings.model_options import TrafficRules
 
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 
@@ -46,6 +47,15 @@ class RepositoryFace(Protocol):
         """Serve these in place of the ones `models` named, and return when they are up."""
         ...
 
+    async def set_rules(self, name: str, rules: TrafficRules | None) -> None:
+        """Have requests without a version go to other versions, until the rules of the model's config change;
+        None: by the config again. NOT_FOUND, INVALID_ARGUMENT for versions that are not available."""
+        ...
+
+    async def want(self, name: str) -> None:
+        """Returns when a model that is loaded on demand is up. UNAVAILABLE with the reason when it is not."""
+        ...
+
 
 def exposes(settings: Settings) -> Sequence[str]:
     """DialectSpec.exposes of dialects whose clients load models, name shared memory and set the log. What
@@ -69,6 +79,8 @@ def must_be_explicit(face: RepositoryFace) -> None:
         raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
 
 
+DORMANT = "not in memory: its first request loads it"
+
 _STATES = {
     VersionState.START: "LOADING",
     VersionState.LOADING: "LOADING",
@@ -81,13 +93,22 @@ _STATES = {
 def triton_state(version: Version) -> tuple[str, str]:
     """Return a version's state as Triton's APIs name it, and the reason for it, "" for none.
 
-    A version is READY exactly while model readiness says yes: with no worker that answers it is UNAVAILABLE.
+    A version is READY exactly while model readiness says yes: with no worker that answers it is UNAVAILABLE,
+    and one that is loaded on demand is READY.
     """
+    if waits_for_demand(version):
+        return "READY", DORMANT
     if version.state is VersionState.AVAILABLE and version.down:
         return "UNAVAILABLE", version.down
     if version.error is not None:
         return _STATES[version.state], version.error.message
     return _STATES[version.state], "unloaded" if version.state is VersionState.END else ""
+
+
+def waits_for_demand(version: Version) -> bool:
+    """Return whether a version is not in memory, and its next request loads it: clients that wait until a
+    model is ready before they ask it take it for ready."""
+    return version.dormant and version.state is VersionState.START
 
 
 class NoRepository:
@@ -107,6 +128,12 @@ class NoRepository:
     async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
         raise ServeError(Kind.UNAVAILABLE, NOT_EXPLICIT)
 
+    async def set_rules(self, name: str, rules: TrafficRules | None) -> None:
+        raise unsupported("this server's traffic is not changed by its clients")
+
+    async def want(self, name: str) -> None:
+        raise ServeError(Kind.UNAVAILABLE, f"model {name} is not loaded")
+
 
 class PartialRepository(NoRepository):
     """The repository as clients see it who may use some models, and neither load nor unload any."""
@@ -116,3 +143,6 @@ class PartialRepository(NoRepository):
 
     async def names(self) -> list[str]:
         return [name for name in await self._whole.names() if self._allows(name)]
+
+    async def want(self, name: str) -> None:
+        await self._whole.want(name)

@@ -68,6 +68,7 @@ class PreparedRequest:
     wanted: tuple[str, ...]
     noted = False  # the model receives more than tensors
     outside = False  # some tensors are in memory of the client's
+    seen_parameters: Mapping[str, object] = {}  # of the request, where the model sees them
 
     def lay_out(
         self, queue: BatchQueue, inputs: Mapping[str, Tensor], wanted: tuple[str, ...], *, batching: bool
@@ -92,6 +93,7 @@ class PreparedRequest:
     def tell(self, request: InferRequest) -> None:
         """Prepare the note for a model that sees requests: what this one has besides tensors and its id."""
         self.noted, self._told = True, replace(request, inputs={})
+        self.seen_parameters = request.parameters
         self._note = request_note(self._told, [])
 
     # --- what a dialect says -----------------------------------------------------------------------
@@ -152,7 +154,8 @@ class PreparedRequest:
         """Return the head of these requests' cache keys, as `make` (of a CacheStage) writes it."""
         head = self._heads.get(self.rows)
         if head is None:
-            head = self._heads[self.rows] = make(self._sorts(), self.wanted)
+            made = make(self._sorts(), self.wanted, self.seen_parameters)
+            head = self._heads[self.rows] = made
         return head
 
     def _sorts(self) -> tuple[InputForm, ...]:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from fastserve.errors import Kind, ModelError, ServeError
 from fastserve.request import InferResponse
+from fastserve.util.model_demand import ModelDemand, Want, Work, run_again
 from fastserve.util.offload import OFFLOAD_BYTES, Offload, cancel_all
 
 Request = TypeVar("Request")
@@ -112,8 +113,9 @@ class Turn:
 class TurnQueue:
     """The turns of one stream."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, want: Want | None = None) -> None:
         self.refused = 0  # in a row
+        self._want = want
         self._turns: deque[Turn] = deque()
         self._said: deque[bytes | BaseException] = deque()
         self._room, self._read = asyncio.Semaphore(most), asyncio.Event()
@@ -142,11 +144,13 @@ class TurnQueue:
                 self._turns.append(turn)
                 try:
                     work = begin(request, turn)
+                except ModelDemand as demand:
+                    work = self._begin_again(demand, partial(begin, request, turn))
                 except Exception as error:  # in its turn, or the stream would wait for it for ever
                     turn.fail(error)
                     continue
                 if work is not None:
-                    task = create_task(self._run(work, turn))
+                    task = create_task(self._run(work, turn, begin, request))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
                     task.add_done_callback(partial(_drop, work))
@@ -155,9 +159,24 @@ class TurnQueue:
             self._ended = error
         self.wake()
 
-    async def _run(self, work: Coroutine[Any, Any, None], turn: Turn) -> None:
+    async def _begin_again(self, demand: ModelDemand, again: Callable[[], Work]) -> None:
+        """Run a request again once its model is loaded."""
+        if self._want is None:
+            raise RuntimeError("no model of this stream is loaded on demand") from demand
+        await run_again(self._want, demand, again)
+
+    async def _run(
+        self,
+        work: Coroutine[Any, Any, None],
+        turn: Turn,
+        begin: Callable[[Request, Turn], Work],
+        request: Request,
+    ) -> None:
         try:
-            await work
+            try:
+                await work
+            except ModelDemand as demand:
+                await self._begin_again(demand, partial(begin, request, turn))
         except asyncio.CancelledError:  # not always by `close`: what it waited for may have been
             turn.fail(ServeError(Kind.CANCELLED, "the request was cancelled"))
             raise
@@ -238,10 +257,11 @@ async def answer_stream(
     begin: Callable[[Request, Turn], Coroutine[Any, Any, None] | None],
     most: int,
     stream: Any = None,
+    want: Want | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """The messages of a stream whose requests are begun by `begin`, with at most `most` under way. Closing it
-    cancels whatever is under way."""
-    line = TurnQueue(most)
+    """The messages of a stream whose requests are begun by `begin`, with at most `most` under way, and begun
+    again once `want` has loaded their model. Closing it cancels whatever is under way."""
+    line = TurnQueue(most, want)
     reader = asyncio.get_running_loop().create_task(line.read(requests, begin, stream))
     try:
         while (message := await line.next()) is not None:

@@ -38,6 +38,7 @@ ADMINISTERS = {
         "POST /api/modelcontrol/load|unload/MODEL", "POST /api/sharedmemorycontrol/...",
         "ModelControl", "SharedMemoryControl",
     },
+    "traffic": {"POST /traffic/MODEL", "DELETE /traffic/MODEL"},
     "grps": {
         *(f"{verb} /grps/v1/health/{word}" for verb in ("GET", "POST") for word in ("online", "offline")),
         "Online", "Offline",
@@ -46,6 +47,7 @@ ADMINISTERS = {
 }  # fmt: skip
 # What is reached by rows and RPCs that say so themselves, as their scope does not say it.
 REACHES = {
+    "traffic": {"rules": "model-repository"},
     "tfserving": {"preflight": "", "HandleReloadConfigRequest": "model-repository"},
     "triton_v1": {
         "modelcontrol": "model-repository",

@@ -97,7 +97,7 @@ def show_ready(service: KServeService, arguments: CallArguments) -> bool:
 
 
 def show_model_ready(service: KServeService, arguments: CallArguments) -> bool:
-    ready = service.catalog.ready(arguments.name, read_version(arguments.version))
+    ready = service.catalog.ready(arguments.name, service.read_number(arguments.name, arguments.version))
     if not ready:
         service.catalog.check_allowed(arguments.name)
     if arguments.over_http and not ready:

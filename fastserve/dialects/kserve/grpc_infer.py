@@ -310,13 +310,13 @@ def outcome_of(service: KServeService, model: str) -> Outcome:
 
 
 def find_sources(
-    skeleton: Skeleton, message: InferMessage, request: InferRequest
+    skeleton: Skeleton, names: Sequence[str], request: InferRequest
 ) -> dict[str, FieldSource] | None:
-    """Return the variable field of each input's data, by the input's name.
+    """Return the variable field of each input's data, by the input's name; `names` in the message's order.
 
     Either all inputs are raw or each is in its own contents; None for every other message.
     """
-    fields, names = skeleton.fields, [given.name for given in message.inputs]
+    fields = skeleton.fields
     if len(request.inputs) != len(names):
         return None
     if list(fields) == [RAW] * len(names):
@@ -430,11 +430,14 @@ class GrpcInference(Inference):
 
     def answered(self, took_ns: int) -> None:
         skeleton, view, request, options = self._skeleton, self.view, self.request, self.options
-        if skeleton is None or view is None or request is None or options.ranges or options.classifies:
+        if skeleton is None or view is None or request is None or self.converts:
             return
+        if options.ranges or options.classifies:
+            return
+        names = [part.name for part in self.body.inputs]
 
         def prepare() -> tuple[RpcTemplate, dict[str, FieldSource]] | None:
-            sources = find_sources(skeleton, self.message, request)
+            sources = find_sources(skeleton, names, request)
             return None if sources is None else (self.head(view, self.message, options), sources)
 
         outcome = outcome_of(self.service, self.version.model)
@@ -458,7 +461,7 @@ def make_stream(service: KServeService) -> Method:
 
     def run(requests: AsyncIterator[bytes], rpc: Rpc) -> AsyncGenerator[bytes, None]:
         stream = ModelStream(service, fast, rpc)
-        return answer_stream(requests, stream.begin, MOST_AT_ONCE, stream)
+        return answer_stream(requests, stream.begin, MOST_AT_ONCE, stream, service.repository.want)
 
     return Method(SERVICE + STREAM, bytes, run, bytes, True, True, scope=Scope.INFER)
 

@@ -12,6 +12,7 @@ again and hands it to `cache_template`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +21,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from fastserve._ext.infer_json import InferCode, InferFault
 from fastserve._ext.infer_reply import InferWriter, UnwritableCode, UnwritableOutput, write_infer
 from fastserve._ext.request_template import RequestTemplate, find_placeholders
 from fastserve.codec.json_text import leading_int
 from fastserve.dialects.kserve.inference import Inference, deduce_raw, reply_parameters, show_outputs
 from fastserve.dialects.kserve.json_values import not_in_json
 from fastserve.dialects.kserve.request import (
+    Header,
     InferBody,
     InferParameters,
     InputPart,
@@ -166,6 +169,8 @@ class HeaderFields:
     placeholders: list[tuple[str, int, int, int, int, int]] = field(default_factory=list)
     blobs: list[tuple[int, int]] = field(default_factory=list)
     sources: list[RegionSource] = field(default_factory=list)
+    rounded: list[int] = field(default_factory=list)
+    """Targets of float64 whose numbers are sent as FP32."""
 
 
 class TemplateWriter(InferWriter):
@@ -195,7 +200,13 @@ class InferTemplate(RequestTemplate, PreparedRequest):
     ) -> None:
         """`request` has the inputs' types and shapes, in the model's order, without data."""
         super().__init__(
-            parts.header, parts.placeholders, parts.blobs, parts.targets, parts.rows, request.request_id
+            parts.header,
+            parts.placeholders,
+            parts.blobs,
+            parts.targets,
+            parts.rows,
+            request.request_id,
+            parts.rounded,
         )
         self.lay_out_like(queue, request, batching=view.batching)
         self.outside = bool(parts.sources or options.ranges)
@@ -383,6 +394,8 @@ def _split_header(
         if part.is_json:
             if ("data", number) not in has:
                 return None
+            if part.rounded:
+                parts.rounded.append(target)
         elif part.range is None:
             parts.blobs.append((target, parts.targets[target]))
         else:
@@ -452,6 +465,10 @@ def read_traits(call: Call) -> HeadTraits:
     return kind
 
 
+def _is_number(version: str) -> bool:
+    return version.isdecimal() and len(version) < 20
+
+
 class InferEndpoint:
     """The endpoint of one target."""
 
@@ -465,8 +482,8 @@ class InferEndpoint:
             service.keepers, partial(HttpTemplates.open, service)
         )
         self._most_bytes = min(service.options.http_max_input_size // GROWTH, FAST_BYTES)
-        # A number of 20 digits reaches no version; the general path reports it.
-        self._number = (int(target.version) if len(target.version) < 20 else -1) if target.version else None
+        # The general path finds a label's version, and reports a number of 20 digits, which reaches none.
+        self._number = int(target.version) if _is_number(target.version) else -1 if target.version else None
 
     def __call__(self, call: Call) -> Coroutine[Any, Any, None] | None:
         fast, traces = self._fast.path, self._traces
@@ -554,7 +571,9 @@ class HttpInference(Inference):
 
     def answered(self, took_ns: int) -> None:
         fast = self._fast
-        if fast is not None and fast.version is self.version and self.request is not None:
+        if self.request is None or self.converts:
+            return
+        if fast is not None and fast.version is self.version:
             header = memoryview(self._call.body)[: self._header_bytes]
             fast.cache_template(header, self.body.inputs, self.options, self.request)
 
@@ -599,11 +618,44 @@ async def read_call(service: KServeService, view: ModelView, call: Call) -> Infe
     check_json(length, most)
     memory = memoryview(data)
     read = await offload(length, read_header, memory[:length])
+    if isinstance(read, InferFault) and view.version.config.loose_inputs and _may_have_nulls(read, data):
+        read = await offload(length * _NULL_COST, read_nulls, memory[:length])
     body = read_body(read, memory[length:], view.model, service.regions.locate)
     for part in body.inputs if length * GROWTH > most else ():
         if part.is_json and (nbytes := memoryview(part.data).nbytes) > most:
             raise too_large(JSON_INPUT % (part.name, nbytes), most)
     return body
+
+
+# A string, which has no null of ours, or a null in an array. Strings match also without their end: none is
+# looked at twice.
+_NULLS = re.compile(
+    rb'"[^"\\]*(?:\\.[^"\\]*)*"?|(?P<before>[\[,][ \t\r\n]*)null(?=[ \t\r\n]*[,\]])', re.DOTALL
+)
+_NULL_COST = 8  # a byte is looked at as long as the reader reads so many
+NULL_BYTES = 4 << 20
+"""Bodies with null are read up to this size: each null is an object for a moment."""
+MOST_ESCAPES = 10_000  # in such a body
+
+
+def _may_have_nulls(fault: InferFault, body: bytes | bytearray) -> bool:
+    """Return whether a refused body may have null where a number is wanted."""
+    return (
+        fault.code == InferCode.NOT_NUMBER
+        and len(body) <= NULL_BYTES
+        and b"null" in body
+        and body.count(b"\\") <= MOST_ESCAPES
+    )
+
+
+def read_nulls(header: Memory) -> Header:
+    """Read the JSON of a request whose arrays have null for a missing number."""
+
+    def turn(match: re.Match[bytes]) -> bytes:
+        before = match["before"]
+        return match[0] if before is None else before + b"NaN"
+
+    return read_header(_NULLS.sub(turn, header))
 
 
 def _header_length(text: bytes, body_bytes: int) -> int | None:

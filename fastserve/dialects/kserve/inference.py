@@ -8,7 +8,9 @@ reported, so it is kept here.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Iterable, Sequence
+from array import array
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,9 +25,11 @@ from fastserve.serving.prepared_requests import Memory
 from fastserve.serving.slow_path import RegionRequest
 from fastserve.serving.traces import RequestTrace
 from fastserve.tensor import (
+    ARRAY_CODE,
     DTYPE_BY_KSERVE,
     DTYPES,
     KSERVE_NAME,
+    DType,
     Tensor,
     count_items,
     fits_shape,
@@ -47,6 +51,8 @@ class Inference(RegionRequest):
         self.forwarding, self.traced = forwarding, traced
         self.view: ModelView | None = None
         self.request: InferRequest | None = None
+        self.converts = False
+        """Its inputs' values were converted as no template does it."""
         self.deadline_ns = 0
 
     # --- the transport ---------------------------------------------------------------------------------
@@ -84,10 +90,14 @@ class Inference(RegionRequest):
         self.options = ReplyOptions.of(body)
         self.hold(self.options.ranges)
         # Work for a thread: strings are checked one by one, and client memory is read.
-        parts = (part for part in body.inputs if part.datatype == "BYTES" or part.range is not None)
+        parts = [part for part in body.inputs if part.datatype == "BYTES" or part.range is not None]
         work = sum(min(part.nbytes, view.version.config.max_queue_bytes) for part in parts)
         if work:
             await self.charge(service.regions.count_bytes(view.version, (part.range for part in body.inputs)))
+        if view.version.config.loose_inputs:
+            most = _count_converted(view, body.inputs)
+            await self.charge(most)
+            self.converts = await service.offload(most * _CONVERT_COST, fit_inputs, view, body)
         request = await service.offload(work, make_request, view, body, service.regions)
         outside = {part.name: part.lent for part in body.inputs if part.lent is not None}
         self.bring(request, outside)
@@ -193,6 +203,7 @@ def make_request(view: ModelView, body: InferBody, regions: Regions) -> InferReq
 
 def check_outputs(view: ModelView, names: Sequence[str]) -> tuple[str, ...]:
     """Return the outputs to ask for, in the model's order; empty for all. Raises ServeError."""
+    names = names or view.version.config.default_outputs
     for name in sorted(names):  # Triton keeps them in a sorted set
         if name not in view.outputs:
             raise invalid(f"unexpected inference output '{name}' for model '{view.model}'")
@@ -226,6 +237,170 @@ def check_inputs(
         for name, side in view.inputs.items()
         if name in sent
     }
+
+
+# --- inputs as clients of MLServer send them ------------------------------------------------------------
+
+CONTENT_TYPE = "content_type"
+TABLE = "pd"
+"""The content type of a request that has a tensor for each column."""
+_CONVERT_COST = 8  # converting a byte takes as long as reading so many
+_PIECE = 1 << 15  # values that are converted at a time: no other thread runs meanwhile
+_NUMBERS: dict[str, Any] = {**ARRAY_CODE, "bool": "B"}
+
+
+def fit_inputs(view: ModelView, body: InferBody) -> bool:
+    """Give a body's inputs the names, types and shapes of a model with `loose_inputs`, where its client has
+    sent others. Return whether values were converted as no template does it. Raises ServeError.
+
+    One tensor of any name is the only input; a tensor for each column makes one matrix, and one matrix the
+    inputs of a model that has one for each column. Numbers of any type become float32 or float64, in memory
+    of their own: for a thread where they are many. What has no such form is left to the model's own checks.
+    """
+    prefix = id_prefix(body.request_id)
+    is_table = body.parameters.own.pop(CONTENT_TYPE, "") == TABLE
+    sides, sent = list(view.inputs.values()), body.inputs
+    parts = list(sent)
+    if len(sides) == 1:
+        (side,) = sides
+        names = view.version.inputs[side.name].columns
+        if len(sent) > 1 and side.dims is not None and len(side.dims) == 1:
+            if is_table or (names and {part.name for part in sent} >= set(names)):
+                parts = [_stack(view, side, sent, names, prefix)]
+        elif len(sent) == 1:
+            parts = [_fit(view, side, sent[0], prefix)]
+    elif len(sent) == 1 and sent[0].name not in view.inputs:
+        parts = _split(view, sent[0], prefix)
+    else:
+        parts = [
+            _fit(view, view.inputs[part.name], part, prefix) if part.name in view.inputs else part
+            for part in sent
+            if part.name in view.inputs or not is_table  # a table may have columns that nobody wants
+        ]
+    body.inputs = parts
+    return len(parts) != len(sent) or any(
+        new.data is not old.data and not _read_alike(new, old) for new, old in zip(parts, sent, strict=True)
+    )
+
+
+def _read_alike(new: InputPart, old: InputPart) -> bool:
+    """Return whether a template reads the numbers as they were converted: floats of JSON, of either type."""
+    return old.is_json and {new.datatype, old.datatype} == {"FP32", "FP64"}
+
+
+def _count_converted(view: ModelView, parts: Sequence[InputPart]) -> int:
+    """Return how many bytes of a request's inputs may be converted, once their numbers are the model's."""
+    wanted = {side.dtype for side in view.inputs.values()}
+    most = max((dtype.item_bytes for dtype in wanted), default=0)
+    keeps = len(parts) == len(view.inputs) == 1  # one matrix, which is copied for its type alone
+    dtypes = ((DTYPE_BY_KSERVE.get(part.datatype), part) for part in parts if part.range is None)
+    return sum(
+        part.nbytes // dtype.item_bytes * most
+        for dtype, part in dtypes
+        if dtype is not None and dtype.item_bytes and not (keeps and dtype in wanted)
+    )
+
+
+def _fit(view: ModelView, side: TensorView, part: InputPart, prefix: str) -> InputPart:
+    """Return a tensor as the model's input `side`: of its name, its type, and its one axis more or less."""
+    fitted = _rename(view, side, part)
+    dtype = DTYPE_BY_KSERVE.get(part.datatype)
+    if dtype is None or dtype is side.dtype or part.range is not None or not _converts(dtype, side.dtype):
+        return fitted
+    _check_shape(view, side, fitted, prefix)
+    _check_size(view, TensorView(side.name, dtype, side.dims, side.model_dims), fitted, prefix)
+    data = convert_numbers(part.data, dtype, side.dtype)
+    rounded = (dtype.name, side.dtype.name) == ("float32", "float64")
+    return replace(fitted, datatype=kserve_name(side.dtype), data=data, rounded=rounded)
+
+
+def _rename(view: ModelView, side: TensorView, part: InputPart) -> InputPart:
+    """Return a tensor of a name of the model's, with one axis more or less where that gives its form."""
+    shape = part.shape
+    wanted = None if side.dims is None else len(side.dims) + view.batching
+    if wanted == 1 and len(shape) == 2 and shape[1] == 1:
+        shape = shape[:1]
+    elif wanted == 2 and len(shape) == 1 and side.dims == (1,):
+        shape = (*shape, 1)
+    return replace(part, name=side.name, shape=shape)
+
+
+def _converts(dtype: DType, wanted: DType) -> bool:
+    return wanted.name in ("float32", "float64") and dtype.name in _NUMBERS
+
+
+def convert_numbers(data: Memory, dtype: DType, wanted: DType) -> memoryview:
+    """Return numbers of one type as numbers of another."""
+    found = array(ARRAY_CODE[wanted.name])
+    for piece in _convert(data, dtype, wanted):
+        found.extend(piece)
+    return memoryview(found).cast("B")
+
+
+def _convert(data: Memory, dtype: DType, wanted: DType) -> Iterator[array[Any]]:
+    """Yield numbers of one type as numbers of another, _PIECE at a time."""
+    numbers = memoryview(data).cast("B").cast(_NUMBERS[dtype.name])
+    for start in range(0, len(numbers), _PIECE):
+        yield array(_NUMBERS[wanted.name], numbers[start : start + _PIECE].tolist())
+
+
+def _stack(
+    view: ModelView, side: TensorView, parts: Sequence[InputPart], names: Sequence[str], prefix: str
+) -> InputPart:
+    """Return the matrix of a tensor for each column: by the model's own names, else as they were sent."""
+    by_name = {part.name: part for part in parts}
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise invalid(f"{prefix}missing columns {', '.join(missing)} for model '{view.model}'")
+    chosen = [by_name[name] for name in names] if names else list(parts)
+    column = TensorView(side.name, side.dtype, (), ())
+    rows = _rename(view, column, chosen[0]).shape
+    dtypes = [_check_column(view, column, part, chosen[0].name, rows, prefix) for part in chosen]
+    width = len(chosen)
+    code, left = _NUMBERS[side.dtype.name], count_items(rows) * width
+    matrix = array(code)
+    while left > 0:  # one piece after the other, as the values
+        matrix.extend(array(code, [0]) * min(left, _PIECE))
+        left -= _PIECE
+    for at, (part, dtype) in enumerate(zip(chosen, dtypes, strict=True)):  # each into its place at once
+        for piece in _convert(part.data, dtype, side.dtype):
+            end = at + len(piece) * width
+            matrix[at:end:width] = piece
+            at = end
+    return InputPart(side.name, kserve_name(side.dtype), (*rows, width), memoryview(matrix).cast("B"))
+
+
+def _check_column(
+    view: ModelView, column: TensorView, part: InputPart, first: str, rows: tuple[int, ...], prefix: str
+) -> DType:
+    """Return the type of a column that has a number for each of the rows. Raises ServeError."""
+    one, dtype = _rename(view, column, part), DTYPE_BY_KSERVE.get(part.datatype)
+    fits = dtype is not None and (dtype is column.dtype or _converts(dtype, column.dtype))
+    if dtype is None or not fits or dtype.name not in _NUMBERS or part.range is not None or one.shape != rows:
+        raise invalid(
+            f"{prefix}column '{part.name}' for model '{view.model}' is {part.datatype} of shape "
+            f"{list(part.shape)}, expected numbers, one for each of the rows of '{first}'"
+        )
+    _check_shape(view, column, one, prefix)
+    _check_size(view, TensorView(column.name, dtype, (), ()), one, prefix, part.name)
+    return dtype
+
+
+def _split(view: ModelView, part: InputPart, prefix: str) -> list[InputPart]:
+    """Return the columns of a matrix, for a model that has one input for each; the matrix itself where it
+    cannot be one of theirs."""
+    sides = list(view.inputs.values())
+    dtype, width = DTYPE_BY_KSERVE.get(part.datatype), len(sides)
+    fits = len(part.shape) == 2 and part.shape[1] == width and part.range is None
+    if not fits or dtype is None or not all(_converts(dtype, side.dtype) for side in sides):
+        return [part]
+    _check_size(view, TensorView(part.name, dtype, (width,), (width,)), part, prefix)
+    numbers = memoryview(part.data).cast("B").cast(_NUMBERS[dtype.name])
+    columns = [
+        InputPart(side.name, part.datatype, part.shape[:1], numbers[at::width].tobytes())
+        for at, side in enumerate(sides)
+    ]
+    return [_fit(view, side, one, prefix) for side, one in zip(sides, columns, strict=True)]
 
 
 def _read_part(view: ModelView, part: InputPart, prefix: str, regions: Regions) -> Memory:

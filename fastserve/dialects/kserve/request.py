@@ -68,6 +68,8 @@ class InputPart:
     range: Range | None = None
     lent: Lent | None = None
     is_json: bool = False
+    rounded: bool = False
+    """Its numbers were sent as FP32 and are FP64 now."""
 
     @property
     def nbytes(self) -> int:

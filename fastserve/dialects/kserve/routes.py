@@ -9,7 +9,7 @@ not exist. The first pattern that fits decides; another verb on it is 405, and a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,6 +81,10 @@ TABLE = (
     ),
 )
 _PATTERNS = tuple((row, re.compile(row.path)) for row in TABLE)
+_LABEL = r"(?:/versions/(?P<version>[^/]+))"
+_LABELLED = tuple(
+    (row, re.compile(row.path.replace(_VERSION, _LABEL))) for row in TABLE if _VERSION in row.path
+)
 
 
 def _readable(pattern: str) -> str:
@@ -115,7 +119,7 @@ class KServeTarget:
 
     @property
     def version(self) -> str:
-        """The version's digits, or "" for the latest."""
+        """The version's digits, its label, or "" for the latest."""
         return self.parts.get("version", "")
 
 
@@ -125,10 +129,17 @@ def is_own(target: str) -> bool:
     return path == "/v2" or path.startswith("/v2/")
 
 
-def parse_target(method: str, target: str) -> KServeTarget:
+def parse_labelled(method: str, target: str) -> KServeTarget:
+    """Return the operation of a URL whose version is a label, as parse_target does."""
+    return parse_target(method, target, _LABELLED)
+
+
+def parse_target(
+    method: str, target: str, patterns: Iterable[tuple[Operation, re.Pattern[str]]] = _PATTERNS
+) -> KServeTarget:
     """Return the operation of a URL, NOT_FOUND or WRONG_VERB where there is none."""
     path = target_text(target.partition("?")[0])
-    for row, pattern in _PATTERNS:
+    for row, pattern in patterns:
         match = pattern.fullmatch(path)
         if match is not None:
             if method not in row.verbs:

@@ -240,8 +240,15 @@ class KServeService(DialectService):
         self.forward_grpc = HeaderForwarding(grpc) if grpc else None
 
     def find(self, model: str, version: str) -> ModelView:
-        """Return the version of a model, the latest for "". Raises ServeError."""
-        return self.views.of(find_version(self.catalog, model, read_version(version)))
+        """Return the version of a model, the latest for ""; one that is no number is a label. Raises
+        ServeError."""
+        return self.views.of(find_version(self.catalog, model, self.read_number(model, version)))
+
+    def read_number(self, model: str, version: str) -> int | None:
+        """Return a version's number, also of a label; None for the latest. Raises ServeError
+        INVALID_ARGUMENT."""
+        labelled = self.catalog.labelled(model, version) if version and not version.isdecimal() else None
+        return read_version(version) if labelled is None else labelled.number
 
     def refuse(
         self,

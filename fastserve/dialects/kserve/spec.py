@@ -15,6 +15,7 @@ from fastserve.dialects.kserve.calls import CALLS, CallEndpoint, answer_not_foun
 from fastserve.dialects.kserve.generate import GenerateEndpoint
 from fastserve.dialects.kserve.http_infer import InferEndpoint
 from fastserve.dialects.kserve.routes import (
+    NOT_FOUND,
     ROUTES,
     RPC_RESOURCES,
     RPCS,
@@ -22,6 +23,7 @@ from fastserve.dialects.kserve.routes import (
     WRONG_VERB,
     KServeTarget,
     is_own,
+    parse_labelled,
     parse_target,
 )
 from fastserve.dialects.kserve.service import KServeService
@@ -197,6 +199,10 @@ class KServeV2(Dialect):
         if not is_own(target):
             return alive_route() if self._service.health_bodies and is_root(method, target) else None
         parsed = parse_target(method, target)
+        if parsed.operation == NOT_FOUND:
+            labelled = parse_labelled(method, target)
+            if self._service.catalog.labelled(labelled.model, labelled.version) is not None:
+                parsed = labelled
         # Access is checked before the verb: without it, a wrong verb is refused as the right one.
         endpoint = answer_wrong_verb if parsed.operation == WRONG_VERB else self._choose(parsed)
         return Route(endpoint, parsed.scope, resources=parsed.resources)

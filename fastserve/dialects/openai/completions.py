@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fastserve.codec.generation import Finish
+from fastserve.codec.generation import Finish, read_ranks
+from fastserve.dialects.openai.call_parsers import AnswerPart
 from fastserve.dialects.openai.errors import refuse, tell
 from fastserve.dialects.openai.requests import CompletionTask, Prompt, find_model, read_chat, read_completion
+from fastserve.dialects.openai.tools import ToolCall, ToolPlan, ToolReader, plan_calls, write_call_part
 from fastserve.dialects.text_common.endpoint_parts import (
     BodyUse,
     InvalidBody,
@@ -43,7 +45,7 @@ from fastserve.dialects.text_common.event_streams import (
     mean_logprob,
     send_events,
 )
-from fastserve.errors import ServeError
+from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call
 from fastserve.serving.dialect import HttpRoute
@@ -57,11 +59,16 @@ from fastserve.serving.text import (
     TextStream,
     Token,
 )
-from fastserve.serving.text.models import TextCall, check_together, count_together
+from fastserve.serving.text.models import MOST_PROMPT_SCORES, TextCall, check_together, count_together
+from fastserve.serving.text.tokenizer import Tokenizer
 
 SEED_MASK = 2**64 - 1
 MOST_ECHOED = 1 << 20
 """Characters, or tokens, of prompts that an answer repeats."""
+
+
+RANK_WORK = 512
+"""Cost of one log probability of a prompt, in bytes of offloaded work: 2 us to print it."""
 
 
 class CompletionApi(NamedTuple):
@@ -89,8 +96,8 @@ class CompletionEndpoint:
         wanted = await read_offloaded(service, call, api.read, call.body, service.options.max_stops)
         model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
         about.model = model
-        form = AnswerForm(wanted.logprobs >= 0, wanted.tells_usage, service.options.full_text)
-        answer = api.answer(model.name, model.version.number, form)
+        form = AnswerForm(wanted.logprobs >= 0, wanted.tells_usage, service.options.full_text, wanted.asked)
+        answer = api.answer(model.shown_name, model.version.number, form)
         one = CompletionCall(service, call, model, wanted, answer)
         if wanted.streams:
             kind = answer.content_type
@@ -111,12 +118,18 @@ class ChoiceSequence:
 
     index: int
     stream: TextStream
+    first: TextStream
+    """The first sequence of its prompt."""
     echo: str = ""
     tokens: list[Token] = field(default_factory=list)
     begun: bool = False
     reader: Detokenizer | None = None
     """Makes text of its tokens, where they are scored; so many characters came of it."""
     chars: int = 0
+    calls: ToolReader | None = None
+    """Finds calls of tools in its text."""
+    unsent: list[ScoredToken] = field(default_factory=list)
+    """Tokens whose text the reader of calls holds back, where they are scored."""
 
 
 class CompletionCall:
@@ -134,6 +147,7 @@ class CompletionCall:
         self._wanted, self._answer = wanted, answer
         self._sequences: list[ChoiceSequence] = []
         self._ended = 0  # sequences of a stream
+        self._plan: ToolPlan | None = None
 
     async def whole(self) -> bytes:
         """The whole answer. Raises ServeError."""
@@ -143,7 +157,24 @@ class CompletionCall:
         for sequence, came in zip(self._sequences, tokens, strict=True):
             sequence.tokens = came
         choices = [self._choice(index, each) for index, each in enumerate(self._chosen())]
+        if wanted.sampling.prompt_best >= 0:
+            await self._rank_prompts(choices)
         return self._answer.write(choices, self._usage())
+
+    async def _rank_prompts(self, choices: list[AnswerChoice]) -> None:
+        """Write what vLLM's `prompt_logprobs` asks for, once for each prompt."""
+        written: dict[int, msgspec.Raw] = {}
+        for choice, sequence in zip(choices, self._chosen(), strict=True):
+            first = sequence.first
+            if id(first) not in written:
+                work = self._ranks(first.prompt_tokens) * RANK_WORK
+                written[id(first)] = await self._service.offload(
+                    work, write_prompt_logprobs, first, self._model.tokenizer
+                )
+            choice.prompt_logprobs = written[id(first)]
+
+    def _ranks(self, tokens: int) -> int:
+        return tokens * (self._wanted.sampling.prompt_best + 1)
 
     async def send(self, out: EventStream) -> None:
         """The pieces of its stream. Raises ServeError."""
@@ -165,9 +196,17 @@ class CompletionCall:
                 streams += started
                 tokens += len(started[0].prompt_ids)
                 count_together(tokens, self._model.most_prompt_tokens)
+                told = self._ranks(tokens) * self._wanted.choices
+                check(
+                    told <= MOST_PROMPT_SCORES,
+                    "prompt_logprobs",
+                    f"asks for {told} log probabilities in one reply, allowed: at most {MOST_PROMPT_SCORES}",
+                )
                 echo = self._echo(ask)
                 for stream in started:
-                    self._sequences.append(ChoiceSequence(len(self._sequences), stream, echo))
+                    reader = None if self._plan is None else self._plan.reader()
+                    number = len(self._sequences)
+                    self._sequences.append(ChoiceSequence(number, stream, started[0], echo, calls=reader))
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -179,9 +218,7 @@ class CompletionCall:
         try:
             return await self._model.start_many(ask, self._wanted.candidates)
         except PromptFault as fault:
-            wanted = self._wanted
-            several = len(wanted.prompts) > 1
-            fault.field = "messages" if wanted.messages else f"prompt[{number}]" if several else "prompt"
+            fault.field = self._prompt_field(number)
             raise
 
     async def _asks(self) -> list[TextAsk]:
@@ -191,24 +228,48 @@ class CompletionCall:
         prompts = wanted.prompts
         check_together(prompts, self._model.most_prompt_tokens)
         self._check_echo(prompts)
+        sampling, plan = wanted.sampling, None
+        if wanted.tools is not None:
+            plan = self._plan = await plan_calls(wanted.tools, self._model, sampling.grammar)
+            sampling = msgspec.structs.replace(sampling, grammar=plan.grammar)
         if wanted.messages:
-            prompts = [await self._model.chat(wanted.messages, **wanted.template)]
+            shown = None if plan is None else plan.use.shown
+            prompts = [await self._model.chat(wanted.messages, shown, **wanted.template)]
+        if wanted.suffix:
+            prompts = await self._infill(prompts)
         return [
             TextAsk(
                 prompt=prompt,
-                sampling=wanted.sampling,
+                sampling=sampling,
                 seed=None if body.seed is None else body.seed & SEED_MASK,
                 stop=wanted.stop,
                 include_stop=bool(body.include_stop_str_in_output),
                 priority=body.priority or 5,
                 deadline_ns=deadline_ns(self._call, self._timeout_s(), self._service.options),
                 special=body.skip_special_tokens is False,
+                shown=() if plan is None else plan.marks,
                 templated=not wanted.adds_special,
                 request_id=self._call.request_id,
                 images=images,
             )
             for prompt in prompts
         ]
+
+    async def _infill(self, prompts: list[Prompt]) -> list[Prompt]:
+        wanted = self._wanted
+        prefixes = [prompt for prompt in prompts if isinstance(prompt, str)]
+        try:
+            return list(await self._model.infill(prefixes, wanted.suffix, special=wanted.adds_special))
+        except PromptFault as fault:
+            fault.field = self._prompt_field(fault.prompt) if fault.prompt >= 0 else "suffix"
+            raise
+
+    def _prompt_field(self, number: int) -> str:
+        """Return the key of a prompt in the body."""
+        wanted = self._wanted
+        return (
+            wanted.source if wanted.messages else f"prompt[{number}]" if len(wanted.prompts) > 1 else "prompt"
+        )
 
     def _check_echo(self, prompts: list[Prompt]) -> None:
         """The prompt is echoed once for each choice."""
@@ -224,11 +285,12 @@ class CompletionCall:
     async def _images(self) -> list[bytes]:
         found = self._wanted.images
         most, given = self._service.options.max_images, len(found)
-        check(given <= most, "messages", f"have {given} images, allowed: at most {most}")
+        place = self._wanted.source
+        check(given <= most, place, f"have {given} images, allowed: at most {most}")
         try:
             return await self._service.images.load(self._model, [value for _, value in found])
         except ServeError as fault:
-            raise InvalidBody(fault.message, found[0][0] if given == 1 else "messages") from None
+            raise InvalidBody(fault.message, found[0][0] if given == 1 else place) from None
 
     def _timeout_s(self) -> int:
         return self._wanted.body.timeout or self._service.options.timeout_s
@@ -252,14 +314,19 @@ class CompletionCall:
         ending = sequence.stream.ending
         assert ending is not None
         scored = [*self._prompt_scored(sequence), *self._scored(sequence, sequence.tokens)]
-        return AnswerChoice(index, sequence.echo + ending.text, finish_of(ending.reason), scored)
+        text, reader = sequence.echo + ending.text, sequence.calls
+        text, calls = (text, []) if reader is None else reader.read(text)
+        finish = finish_of(ending.reason, reader)
+        return AnswerChoice(index, text, finish, scored, calls, stop=ending.stop)
 
     def _pieces(self, index: int, tokens: list[Token]) -> bytes:
         """Return the chunks of one sequence for its new tokens."""
         sequence, answer = self._sequences[index], self._answer
         more = b"" if sequence.begun else self._beginning(sequence)
         frames = self._frames(index)
-        if frames is None:
+        if sequence.calls is not None:
+            more += self._tool_pieces(sequence, sequence.calls, tokens)
+        elif frames is None:
             said = [each for each in tokens if each.text or answer.scored]
             more += b"".join(
                 [answer.piece(index, each.text, self._scored(sequence, [each])) for each in said]
@@ -270,20 +337,41 @@ class CompletionCall:
         if ending is None or ending.fault is not None:
             return more
         self._ended += 1
-        return more + answer.last(index, finish_of(ending.reason), self._last_usage())
+        finish = finish_of(ending.reason, sequence.calls)
+        return more + answer.last(index, finish, self._last_usage(), ending.stop)
+
+    def _tool_pieces(self, sequence: ChoiceSequence, reader: ToolReader, tokens: list[Token]) -> bytes:
+        """Return the chunks of a sequence that may call tools. The scores of tokens whose text is held back
+        go with the next chunk."""
+        parts = reader.feed("".join([token.text for token in tokens]))
+        unsent = sequence.unsent
+        unsent += self._scored(sequence, tokens)
+        ending = sequence.stream.ending
+        if ending is not None and ending.fault is None:
+            parts += reader.end()
+            if not parts and unsent:
+                parts.append(AnswerPart(""))
+        written = []
+        for part in parts:
+            written.append(self._answer.part(sequence.index, part, tuple(unsent)))
+            unsent.clear()
+        return b"".join(written)
 
     def _last_usage(self) -> TokenUsage | None:
-        """Return the usage for the last chunk of a chat's last choice, which MindIE adds (spec 3.6)."""
+        """Return the usage for the last chunk of the last choice, where the API has it there: MindIE adds it
+        to a chat's (spec 3.6)."""
         wanted = self._wanted
-        told = self._service.options.openai_flavor == "mindie" and wanted.messages and not wanted.tells_usage
+        mindies = self._service.options.openai_flavor == "mindie" and wanted.messages
+        told = self._answer.ends_with_usage or (mindies and not wanted.tells_usage)
         return self._usage() if told and self._ended == len(self._sequences) else None
 
     def _frames(self, index: int) -> EventTemplate | None:
-        return None if self._answer.scored else self._answer.frames(index)
+        reads = self._answer.scored or self._sequences[index].calls is not None
+        return None if reads else self._answer.frames(index)
 
     def _beginning(self, sequence: ChoiceSequence) -> bytes:
         sequence.begun = True
-        said = self._answer.begin(sequence.index)
+        said = self._answer.begin(sequence.index, sequence.stream.prompt_tokens)
         if not sequence.echo:
             return said
         return said + self._answer.piece(sequence.index, sequence.echo, self._prompt_scored(sequence))
@@ -292,7 +380,8 @@ class CompletionCall:
         """Return the logprobs of an echoed prompt's tokens, without alternatives."""
         if not (self._answer.scored and self._wanted.echo):
             return []
-        return [self._one(sequence, token, "", lp, None) for token, lp in sequence.stream.prompt_logprobs]
+        scored = sequence.stream.prompt_logprobs or sequence.first.prompt_logprobs
+        return [self._one(sequence, token, "", lp, None) for token, lp in scored]
 
     def _scored(self, sequence: ChoiceSequence, tokens: list[Token]) -> list[ScoredToken]:
         if not self._answer.scored:
@@ -368,6 +457,11 @@ class AnswerChoice:
     text: str
     finish: str
     scored: list[ScoredToken] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    stop: str | None = None
+    """The stop string that ended it."""
+    prompt_logprobs: msgspec.Raw | None = None
+    """As JSON, where vLLM's key asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,18 +479,20 @@ class TokenUsage:
         }
 
 
-def finish_of(finish: Finish) -> str:
-    """Return the finish_reason of a successful ending."""
-    return _FINISH[finish]
+def finish_of(finish: Finish, calls: ToolReader | None = None) -> str:
+    """Return the finish_reason of a successful ending; of an answer that ends in a whole call, tool_calls."""
+    found = _FINISH[finish]
+    return "tool_calls" if found == "stop" and calls is not None and calls.calls else found
 
 
 class AnswerForm(NamedTuple):
-    """Options of an answer: logprobs, usage in a stream, and `full_text`, the whole text so far in each
-    chunk, as MindIE's fullTextEnabled has it."""
+    """Options of an answer: logprobs, usage in a stream, `full_text`, the whole text so far in each chunk, as
+    MindIE's fullTextEnabled has it, and `asked`, the request for an API that repeats it."""
 
     scored: bool = False
     usage: bool = False
     full_text: bool = False
+    asked: Any = None
 
 
 PLAIN = AnswerForm()
@@ -408,6 +504,8 @@ class AnswerEncoder(ABC):
     content_type: bytes
     done: bytes
     """The last piece of all."""
+    ends_with_usage = False
+    """Whether the last chunk of a stream wants the usage."""
 
     def __init__(self, model: str, version: object, form: AnswerForm = PLAIN) -> None:
         self.scored = form.scored
@@ -417,12 +515,17 @@ class AnswerEncoder(ABC):
         """Return the whole answer."""
 
     @abstractmethod
-    def begin(self, index: int) -> bytes:
+    def begin(self, index: int, prompt_tokens: int = 0) -> bytes:
         """Return the chunk before the text of one choice."""
 
     @abstractmethod
     def piece(self, index: int, text: str, scored: Sequence[ScoredToken] = ()) -> bytes:
         """Return a chunk with more text of one choice."""
+
+    def part(self, index: int, part: AnswerPart, scored: Sequence[ScoredToken] = ()) -> bytes:
+        """Return a chunk with a part of an answer to a request with tools; of content, where the API has no
+        tools."""
+        return self.piece(index, part.text, scored)
 
     @abstractmethod
     def frames(self, index: int) -> EventTemplate | None:
@@ -430,8 +533,11 @@ class AnswerEncoder(ABC):
         depends on those before."""
 
     @abstractmethod
-    def last(self, index: int, finish: str, usage: TokenUsage | None = None) -> bytes:
-        """Return the last chunk of one choice, with the usage where that is given."""
+    def last(
+        self, index: int, finish: str, usage: TokenUsage | None = None, stop: str | None = None
+    ) -> bytes:
+        """Return the last chunk of one choice, with the usage where that is given. `stop`: the stop string
+        that ended it."""
 
     @abstractmethod
     def usage(self, usage: TokenUsage) -> bytes:
@@ -465,7 +571,11 @@ class OpenAiWriter(AnswerEncoder):
 
     def write(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
         written = [self._choice(choice) for choice in choices]
-        return _encode({**self._head, "choices": written, "usage": usage.write()})
+        return _encode({**self._head, "choices": written, "usage": usage.write(), **self._beside(choices)})
+
+    def _beside(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        """Return keys of a whole answer beside OpenAI's."""
+        return {}
 
     def piece(self, index: int, text: str, scored: Sequence[ScoredToken] = ()) -> bytes:
         if self._said is not None:
@@ -481,7 +591,9 @@ class OpenAiWriter(AnswerEncoder):
             frames = self._frames[index] = EventTemplate((before, Placeholder.TEXT, after), skip_empty=True)
         return frames
 
-    def last(self, index: int, finish: str, usage: TokenUsage | None = None) -> bytes:
+    def last(
+        self, index: int, finish: str, usage: TokenUsage | None = None, stop: str | None = None
+    ) -> bytes:
         written = self._chunk(index, self._nothing, b'"%b"' % finish.encode(), ())
         if usage is None:
             return written
@@ -520,26 +632,36 @@ class ChatWriter(OpenAiWriter):
     whole_object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     _nothing = b'"delta":{}'
 
-    def begin(self, index: int) -> bytes:
+    def begin(self, index: int, prompt_tokens: int = 0) -> bytes:
         return self._chunk(index, b'"delta":{"role":"assistant","content":""}', b"null", ())
 
     def _delta(self, text: str) -> bytes:
         return b'"delta":{"content":%b}' % _encode(text)
 
+    def part(self, index: int, part: AnswerPart, scored: Sequence[ScoredToken] = ()) -> bytes:
+        if part.call < 0:
+            return self.piece(index, part.text, scored)
+        said = b'"delta":{"tool_calls":[%b]}' % _encode(write_call_part(part))
+        return self._chunk(index, said, b"null", scored)
+
+    def _beside(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        said = choices[0].prompt_logprobs
+        return {} if said is None else {"prompt_logprobs": said}
+
     def _choice(self, choice: AnswerChoice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [call.write() for call in choice.calls]
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.scored) if self.scored else None,
             "finish_reason": choice.finish,
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
-        content = [
-            {**_token(each.own), "top_logprobs": [_token(best) for best in each.best or ()]}
-            for each in scored
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": write_scored(scored), "refusal": None}
 
 
 class CompletionWriter(OpenAiWriter):
@@ -548,18 +670,20 @@ class CompletionWriter(OpenAiWriter):
     whole_object, chunk_object, prefix = "text_completion", "text_completion", "cmpl-"
     _nothing = b'"text":""'
 
-    def begin(self, index: int) -> bytes:
+    def begin(self, index: int, prompt_tokens: int = 0) -> bytes:
         return b""
 
     def _delta(self, text: str) -> bytes:
         return b'"text":%b' % _encode(text)
 
     def _choice(self, choice: AnswerChoice) -> dict[str, Any]:
+        said = choice.prompt_logprobs
         return {
             "index": choice.index,
             "text": choice.text,
             "logprobs": self._logprobs(choice.scored) if self.scored else None,
             "finish_reason": choice.finish,
+            **({} if said is None else {"prompt_logprobs": said}),
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
@@ -583,10 +707,46 @@ def _name(one: TokenLogprob) -> str:
     return one.text
 
 
+def write_scored(scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+    """Return tokens with their log probabilities, as a chat has them."""
+    return [
+        {**_token(each.own), "top_logprobs": [_token(best) for best in each.best or ()]} for each in scored
+    ]
+
+
 def _token(one: TokenLogprob) -> dict[str, Any]:
     """Return a token of a chat. -9999 stands for a log probability of minus infinity, as with OpenAI."""
     sure = -9999.0 if one.logprob is None else max(one.logprob, -9999.0)
     return {"token": one.text, "logprob": sure, "bytes": list(one.data)}
+
+
+def write_prompt_logprobs(stream: TextStream, tokenizer: Tokenizer) -> msgspec.Raw:
+    """Return vLLM's `prompt_logprobs` as JSON: null for the first token, then an object for each, with the
+    token itself and the likeliest in its place. Raises ServeError for an engine that ranks none."""
+    names: dict[int, str] = {}
+    ranks = read_ranks(stream.prompt_ranks)
+    if len(ranks) != len(stream.prompt_logprobs) - 1:
+        raise ServeError(Kind.UNIMPLEMENTED, "the model gives no log probabilities of its prompts")
+
+    def name_of(token: int) -> str:
+        if token not in names:
+            names[token] = tokenizer.token_text(token) or f"token_id:{token}"
+        return names[token]
+
+    said: list[dict[str, dict[str, Any]] | None] = [None]
+    for (token, own), (rank, best) in zip(stream.prompt_logprobs[1:], ranks, strict=True):
+        found = {token: (own, rank), **{other: (lp, at) for at, (other, lp) in enumerate(best, 1)}}
+        said.append(
+            {
+                str(one): {
+                    "logprob": -9999.0 if lp is None else max(lp, -9999.0),
+                    "rank": at,
+                    "decoded_token": name_of(one),
+                }
+                for one, (lp, at) in found.items()
+            }
+        )
+    return msgspec.Raw(_encode(said))
 
 
 def completion_route(name: str, path: str, api: CompletionApi, refuse: Refuse) -> TextRoute:

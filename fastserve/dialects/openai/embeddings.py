@@ -28,7 +28,7 @@ from fastserve.dialects.text_common.endpoint_parts import (
     read_offloaded,
 )
 from fastserve.dialects.text_common.event_streams import RequestTimeout, deadline_ns
-from fastserve.errors import DeadlineError, ServeError
+from fastserve.errors import ServeError
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint
 from fastserve.serving.dialect import HttpRoute
@@ -51,7 +51,7 @@ def embed(service: TextService, named: TargetParts) -> Endpoint:
         model = about.model = find_model(service, body.model or "", embeds=True)
         vectors = await _run(service, call, model, body, prompts)
         work = sum(len(each.data) for each in vectors) * WORK
-        call.reply(200, await service.offload(work, write_vectors, model.name, vectors, body))
+        call.reply(200, await service.offload(work, write_vectors, model.shown_name, vectors, body))
         return True
 
     return lambda call: service.answer(call, partial(answer, call), refuse)
@@ -79,10 +79,8 @@ async def _run(
         with RequestTimeout(embedding, call, timeout_s, service.options) as patience:
             try:
                 return await embedding.run()
-            except ServeError:
-                if patience.words:
-                    raise DeadlineError(patience.words, queued=False) from None
-                raise
+            except ServeError as fault:
+                raise patience.cause_of(fault) from None
 
 
 def write_vectors(model: str, vectors: Sequence[Vector], body: EmbeddingRequest) -> bytes:

@@ -18,7 +18,7 @@ from fastserve.dialects.text_common.endpoint_parts import BodyTooLarge, InvalidB
 from fastserve.dialects.text_common.mindie import as_mindie_fault
 from fastserve.errors import Kind, ServeError
 from fastserve.net.router import common_status, fault_headers
-from fastserve.serving.text import PromptFault, PromptTooLong, TextTooLong
+from fastserve.serving.text import PromptFault, PromptTooLong, SettingFault, TextTooLong
 
 if TYPE_CHECKING:
     from fastserve.dialects.text_common.endpoint_parts import TextService
@@ -83,7 +83,7 @@ def is_too_long(fault: ServeError) -> bool:
 
 def param_of(fault: ServeError) -> str | None:
     """Return the key at fault, None for none."""
-    if isinstance(fault, InvalidBody):
+    if isinstance(fault, InvalidBody | SettingFault):
         return fault.field or None
     if isinstance(fault, PromptFault):
         return fault.field or ("prompt" if fault.prompt < 0 else f"input[{fault.prompt}]")

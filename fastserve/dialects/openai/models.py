@@ -26,7 +26,10 @@ def list_models(service: TextService, named: TargetParts) -> Endpoint:
     """GET /v1/models."""
 
     def answer(call: Call) -> None:
-        data = [describe(service, service.texts.find(name)) for name in service.texts.names()]
+        texts = service.texts
+        models = [texts.find(name) for name in texts.names()]
+        models += [model.adapted(name) for model in models for name in texts.adapters(model)]
+        data = [describe(service, model) for model in models]
         call.reply(200, msgspec.json.encode({"object": "list", "data": data}))
 
     return answer
@@ -40,7 +43,7 @@ def show_model(service: TextService, named: TargetParts) -> Endpoint:
         try:
             if not name:
                 raise no_model(name)
-            body = msgspec.json.encode(describe(service, service.texts.find(name), alone=True))
+            body = msgspec.json.encode(describe(service, service.texts.find_adapted(name), alone=True))
         except ServeError as fault:
             refuse(service, call, no_model(name) if fault.kind is Kind.NOT_FOUND else fault)
         else:
@@ -50,15 +53,16 @@ def show_model(service: TextService, named: TargetParts) -> Endpoint:
 
 
 def describe(service: TextService, model: TextModel, *, alone: bool = False) -> dict[str, Any]:
-    """OpenAI's four keys, and those of vLLM. MindIE has the four where it tells of one model alone, and says
-    "null" of a parent there is not."""
+    """OpenAI's four keys, and those of vLLM: the parent of an adapter is its model. MindIE has the four where
+    it tells of one model alone, and says "null" of a parent there is not."""
     mindie = service.options.openai_flavor == "mindie"
-    card = model_card(model.version)
+    card = {**model_card(model.version), "id": model.shown_name}
     if mindie:
         card["owned_by"] = SERVER
     if mindie and alone:
         return card
-    more = {"root": model.name, "parent": "null" if mindie else None}
+    parent = model.name if model.adapter else "null" if mindie else None
+    more = {"root": model.name, "parent": parent}
     return {**card, **more, "max_model_len": model.info.max_tokens}
 
 

@@ -21,6 +21,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from fastserve.codec.generation import Sampling
 from fastserve.codec.json_text import FreeJSON
+from fastserve.dialects.openai.tools import ToolUse, name_results, read_past_calls, read_tools
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     MOST_FLOAT,
@@ -30,8 +31,10 @@ from fastserve.dialects.text_common.endpoint_parts import (
     is_neutral,
     read_typed,
 )
+from fastserve.dialects.text_common.structured import GrammarFields, read_grammar
 from fastserve.errors import Kind, ServeError
 from fastserve.serving.text import TextModel
+from fastserve.serving.text.models import MOST_BIASES
 from fastserve.settings import TextgenOptions
 
 NO_NAME = {"openai": "`model` is required", "mindie": "Not found model."}
@@ -42,33 +45,26 @@ Text = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=MOST_INT)]
 Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+Biases = Annotated[
+    dict[Annotated[int, Meta(ge=0, le=MOST_INT)], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=MOST_BIASES),
+]
+PromptLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Refused = Raw | UnsetType
+ToolKey = Annotated[Raw | UnsetType, Meta(description="read by `tools.read_tools`")]
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
-    type: str
-
-
-class UnsupportedFields(msgspec.Struct, kw_only=True):
+class UnsupportedFields(GrammarFields, kw_only=True):
     """Keys that change the answer and are not supported."""
 
-    logit_bias: Refused = UNSET
-    min_p: Refused = UNSET
-    min_tokens: Refused = UNSET
     use_beam_search: Refused = UNSET
-    guided_json: Refused = UNSET
-    guided_regex: Refused = UNSET
-    guided_choice: Refused = UNSET
-    guided_grammar: Refused = UNSET
-    structured_outputs: Refused = UNSET
     allowed_token_ids: Refused = UNSET
     bad_words: Refused = UNSET
     logits_processors: Refused = UNSET
-    prompt_logprobs: Refused = UNSET
     truncate_prompt_tokens: Refused = UNSET
     logprob_token_ids: Refused = UNSET
     return_token_ids: Refused = UNSET
@@ -102,6 +98,9 @@ class CompletionFields(UnsupportedFields, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     user: str | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MOST_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MOST_INT)] | None = None
+    logit_bias: Biases | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=MOST_FLOAT)] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -109,7 +108,6 @@ class CompletionFields(UnsupportedFields, kw_only=True):
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=1, le=5)] | None = None
     timeout: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
 
 
@@ -142,7 +140,11 @@ class ChatRequest(CompletionFields, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     modalities: list[str] | None = None
+    tools: ToolKey = UNSET
+    tool_choice: ToolKey = UNSET
+    parallel_tool_calls: bool | None = None
     audio: Refused = UNSET
     web_search_options: Refused = UNSET
     chat_template: Refused = UNSET
@@ -168,8 +170,9 @@ class CompletionRequest(CompletionFields, kw_only=True):
     """A text, its tokens, or several of either."""
     best_of: Choices | None = None
     echo: bool | None = None
-    suffix: Refused = UNSET
+    suffix: str | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -214,20 +217,29 @@ IGNORED = (
     "prompt_cache_retention",
     "prompt_cache_options",
     "prediction",
-    "parallel_tool_calls",
     "length_penalty",
     "early_stopping",
     "cache_salt",
     "request_id",
     "kv_transfer_params",
+    "access_programs",
+    "cache_control",
+    "diagnostics",
+    "inference_geo",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
 )
-"""Keys that do not change an answer here: identity of the client, storage, caching, hints, and options of
-tools and beam search."""
+"""Keys that do not change an answer here: identity of the client, storage, caching, place and price of the
+computation, hints, and options of beam search."""
 
 
 def refused_keys(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Return the keys of a body that are refused by name."""
-    return tuple(each.name for each in msgspec.structs.fields(kind) if each.type == Refused)
+    taken = {each.name for each in msgspec.structs.fields(GrammarFields)}
+    return tuple(
+        each.name for each in msgspec.structs.fields(kind) if each.type == Refused and each.name not in taken
+    )
 
 
 DEFAULT_MAX_TOKENS = 16
@@ -262,10 +274,17 @@ class CompletionTask:
     template: dict[str, Any] = field(default_factory=dict)
     images: list[tuple[str, str]] = field(default_factory=list)
     """The place of each image in the body, and its reference."""
+    tools: ToolUse | None = None
     logprobs: int = -1
     echo: bool = False
+    suffix: str = ""
+    """Text behind the answers, where the model is to fill in."""
     names_model: bool = True
     """Whether the API requires `model`."""
+    source: str = "messages"
+    """The key of the body that has the conversation."""
+    asked: Any = None
+    """The body, for an API whose answer repeats it."""
 
     @property
     def streams(self) -> bool:
@@ -287,16 +306,30 @@ class CompletionTask:
 def read_chat(data: bytes | bytearray, most_stops: int) -> CompletionTask:
     """POST /v1/chat/completions. Raises InvalidBody."""
     body = read_typed(_chat, data)
-    refuse_unsupported(body, _tools_of(body))
+    images: list[tuple[str, str]] = []
+    messages = [_read_message(message, f"messages[{i}]", images) for i, message in enumerate(body.messages)]
+    name_results(messages)
+    return make_chat_task(body, most_stops, messages, images)
+
+
+def make_chat_task(
+    body: ChatRequest,
+    most_stops: int,
+    messages: list[dict[str, Any]],
+    images: list[tuple[str, str]],
+    *,
+    source: str = "messages",
+    asked: Any = None,
+) -> CompletionTask:
+    """Return the task of a conversation, whose messages are those of templates. Raises InvalidBody."""
+    refuse_unsupported(body)
     _check_temperature(body)
     _check_modalities(body)
     logprobs = _chat_logprobs(body)
-    images: list[tuple[str, str]] = []
-    messages = [_read_message(message, f"messages[{i}]", images) for i, message in enumerate(body.messages)]
     most = body.max_completion_tokens or body.max_tokens or MOST_INT
     return CompletionTask(
         body=body,
-        sampling=read_sampling(body, most, logprobs),
+        sampling=read_sampling(body, most, logprobs, ranks=_read_ranks(body, body.prompt_logprobs)),
         choices=body.n or 1,
         candidates=check_choices(body, body.n or 1),
         stop=read_stop(body, most_stops),
@@ -304,6 +337,9 @@ def read_chat(data: bytes | bytearray, most_stops: int) -> CompletionTask:
         template=_read_template(body),
         images=images,
         logprobs=logprobs,
+        source=source,
+        asked=asked,
+        tools=read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
     )
 
 
@@ -322,7 +358,11 @@ def read_completion(data: bytes | bytearray, most_stops: int) -> CompletionTask:
     return CompletionTask(
         body=body,
         sampling=read_sampling(
-            body, body.max_tokens or DEFAULT_MAX_TOKENS, logprobs, scores=bool(body.echo) and logprobs >= 0
+            body,
+            body.max_tokens or DEFAULT_MAX_TOKENS,
+            logprobs,
+            scores=bool(body.echo) and logprobs >= 0,
+            ranks=_read_ranks(body, body.prompt_logprobs),
         ),
         choices=body.n or 1,
         candidates=candidates,
@@ -330,7 +370,18 @@ def read_completion(data: bytes | bytearray, most_stops: int) -> CompletionTask:
         prompts=prompts,
         logprobs=logprobs,
         echo=bool(body.echo),
+        suffix=_read_suffix(body, prompts),
     )
+
+
+def _read_suffix(body: CompletionRequest, prompts: list[Prompt]) -> str:
+    if not body.suffix:
+        return ""
+    check(
+        all(isinstance(prompt, str) for prompt in prompts), "suffix", "wants a `prompt` of text, not tokens"
+    )
+    check(not body.echo, "suffix", "cannot be combined with `echo`")
+    return body.suffix
 
 
 def read_embedding(data: bytes | bytearray) -> tuple[EmbeddingRequest, list[Prompt]]:
@@ -371,26 +422,17 @@ def _read_tokens(items: list[object], place: str) -> list[int]:
     return cast("list[int]", items)
 
 
-def _tools_of(body: ChatRequest) -> tuple[str, ...]:
-    """Tools that are not to be used have no bearing."""
-    choice = body.tool_choice
-    return ("tools",) if choice is not UNSET and bytes(choice).strip() == b'"none"' else ()
-
-
 @cache
 def _unsupported(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[bytes, ...]], ...]:
     return tuple((key, NEUTRAL.get(key, ())) for key in refused_keys(kind))
 
 
-def refuse_unsupported(body: CompletionFields | EmbeddingRequest, but: tuple[str, ...] = ()) -> None:
+def refuse_unsupported(body: CompletionFields | EmbeddingRequest) -> None:
     """Refuse keys that would change the answer and are not supported. Raises InvalidBody."""
     for key, neutral in _unsupported(type(body)):
         given = getattr(body, key)
-        if given is not UNSET and key not in but:
+        if given is not UNSET:
             check(is_neutral(given, neutral), key, "is not supported")
-    form = body.response_format if isinstance(body, CompletionFields) else None
-    kind = form.type if form is not None else "text"
-    check(kind == "text", "response_format", f"of type '{kind:.64}' is not supported: answers are text")
 
 
 def _check_temperature(body: CompletionFields) -> None:
@@ -423,6 +465,13 @@ def _chat_logprobs(body: ChatRequest) -> int:
     return body.top_logprobs or 0
 
 
+def _read_ranks(body: CompletionFields, prompt_logprobs: int | None) -> int:
+    if prompt_logprobs is None:
+        return -1
+    check(not body.stream, "prompt_logprobs", "cannot be had in a stream")
+    return prompt_logprobs
+
+
 def check_choices(body: CompletionFields, best_of: int | None) -> int:
     """Return the number of sequences to run for one prompt (spec 3.6)."""
     choices = body.n or 1
@@ -444,7 +493,7 @@ def read_stop(body: CompletionFields, most: int) -> list[str]:
 
 
 def read_sampling(
-    body: CompletionFields, max_tokens: int, logprobs: int, *, scores: bool = False
+    body: CompletionFields, max_tokens: int, logprobs: int, *, scores: bool = False, ranks: int = -1
 ) -> Sampling:
     """0 of `temperature` or `top_p` is the most likely token; -1 or 0 of `top_k`, all."""
     stop_ids = body.stop_token_ids or []
@@ -453,6 +502,8 @@ def read_sampling(
         "stop_token_ids",
         f"has {len(stop_ids)} items, allowed: at most {MOST_STOP_IDS}",
     )
+    least = body.min_tokens or 0
+    check(least <= max_tokens, "min_tokens", f"must be at most `max_tokens` ({max_tokens}), got {least}")
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     return Sampling(
@@ -461,13 +512,18 @@ def read_sampling(
         temperature=temperature or 1.0,
         top_p=top_p or 1.0,
         top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        min_new_tokens=least,
+        logit_bias=body.logit_bias or {},
         repetition_penalty=body.repetition_penalty or 1.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         stop_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
+        grammar=read_grammar(body),
         logprobs=logprobs,
-        prompt_logprobs=scores,
+        prompt_logprobs=scores or ranks >= 0,
+        prompt_best=ranks,
     )
 
 
@@ -483,7 +539,7 @@ def _read_message(message: ChatMessage, place: str, images: list[tuple[str, str]
     if message.name is not None:
         found["name"] = message.name
     if message.tool_calls:
-        found["tool_calls"] = message.tool_calls
+        found["tool_calls"] = read_past_calls(message.tool_calls, f"{place}.tool_calls")
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     return found
@@ -515,17 +571,17 @@ def _read_image(part: ContentPart, place: str) -> tuple[str, str]:
 def find_model(
     service: TextService, name: str, *, must_be_named: bool = True, embeds: bool = False
 ) -> TextModel:
-    """The model that a body names, to write or to make vectors; for a name that no model of any kind has, the
-    one there is (any_model). Raises ServeError."""
+    """The model that a body names, or whose adapter it names, to write or to make vectors; for a name that no
+    model of any kind has, the one there is (any_model). Raises ServeError."""
     options, texts = service.options, service.texts
     if options.any_model:
-        return texts.find(
-            name if name in texts.names() else options.default_model or texts.only(embeds=embeds)
+        return texts.find_adapted(
+            name if texts.serves(name) else options.default_model or texts.only(embeds=embeds)
         )
     if not name and must_be_named:
         raise InvalidBody(NO_NAME[options.openai_flavor], "model")
     try:
-        return texts.find(name)
+        return texts.find_adapted(name)
     except ServeError as fault:
         if not name or fault.kind is not Kind.NOT_FOUND:
             raise

@@ -295,7 +295,7 @@ def is_integer(value: object) -> bool:
 
 
 Body = TypeVar("Body")
-_PLACE = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`$")
 _NOTHING = re.compile(rb"null|false|-?0+(?:\.0*)?(?:[eE][+-]?[0-9]+)?|\"\"|\[\s*\]|\{\s*\}")
 MOST_NOTHING = 64

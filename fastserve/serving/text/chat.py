@@ -33,6 +33,7 @@ class ChatTemplate:
         self._sources: dict[str, str] | None = None
         self._specials: dict[str, str] = {}
         self._compiled: dict[str, Any] = {}
+        self._tools: str | None = None
 
     async def render(
         self,
@@ -51,6 +52,23 @@ class ChatTemplate:
             **variables,
         }
         return await asyncio.get_running_loop().run_in_executor(None, self._render, given)
+
+    async def find_tools(self) -> str:
+        """Return the text of the template that tools are given to; "" where that does not read them. Raises
+        ServeError as `render`."""
+        if self._tools is None:
+            self._tools = await asyncio.get_running_loop().run_in_executor(None, self._read_tools)
+        return self._tools
+
+    def _read_tools(self) -> str:
+        self._find(TOOLS)  # compiles it
+        from jinja2.meta import find_undeclared_variables
+
+        from fastserve.serving.text.sandbox import Sandbox
+
+        sources = self._sources or {}
+        source = sources.get(TOOLS) or sources[DEFAULT]
+        return source if "tools" in find_undeclared_variables(Sandbox().parse(source)) else ""
 
     def _render(self, given: Mapping[str, Any]) -> str:
         template = self._find(TOOLS if given["tools"] else DEFAULT)

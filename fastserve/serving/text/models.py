@@ -24,7 +24,8 @@ import os
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
 from typing import Any
@@ -32,9 +33,9 @@ from typing import Any
 import msgspec
 
 from fastserve._ext.stop_strings import StopStrings, StopTable
-from fastserve.codec.generation import Info, Record, Sampling, TextNote
+from fastserve.codec.generation import Grammar, Info, Record, Sampling, TextNote
 from fastserve.engine import Engine
-from fastserve.errors import Kind, ServeError, server_starting
+from fastserve.errors import Kind, ServeError, install_text, server_starting
 from fastserve.metrics.names import Traffic
 from fastserve.net.request import Call
 from fastserve.repository.catalog import Catalog
@@ -53,8 +54,13 @@ MOST_TOGETHER = 300_000
 """Tokens of all prompts of one request, OpenAI's own bound; a model that takes longer prompts may get one of
 them."""
 MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1024
+MOST_GRAMMAR_CHARACTERS = 64 << 10
 MOST_STOP_IDS = 1024
 """Tokens that end an answer, of one request."""
+MOST_BIASES = 1024
+"""Tokens whose logits one request may bias."""
+MOST_PROMPT_SCORES = 1 << 16
+"""Log probabilities of one prompt's tokens and the likeliest in their places."""
 TO_FIT = -1
 
 
@@ -75,6 +81,8 @@ class TextAsk:
     """Deadline in nanoseconds of time.monotonic_ns, 0 for none."""
     special: bool = False
     """Whether special tokens are part of the text."""
+    shown: Sequence[str] = ()
+    """Special tokens that are part of the text all the same."""
     truncate: int = 0
     """Keep this many tokens, the last ones. 0: all. TO_FIT (-1): as many as the model takes."""
     templated: bool = False
@@ -134,6 +142,14 @@ class BadStop(ServeError):
         super().__init__(Kind.INVALID_ARGUMENT, f"stop: {why}")
 
 
+class SettingFault(ServeError):
+    """A setting that does not fit the model or the prompt. `field` is its name for OpenAI and vLLM."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(Kind.INVALID_ARGUMENT, f"`{field}` {text}")
+        self.field = field
+
+
 def check_text(text: str, most: int = MOST_CHARACTERS) -> None:
     """Raises TextTooLong."""
     if not 0 < len(text) <= most:
@@ -154,6 +170,40 @@ def count_together(tokens: int, most_tokens: int) -> None:
     most = max(MOST_TOGETHER, most_tokens)
     if tokens > most:
         raise PromptsTooLong(tokens, most)
+
+
+def check_grammar(grammar: Grammar, sampling: Sampling, info: Info, model: str) -> None:
+    """Raises ServeError: UNIMPLEMENTED for a model without grammars, INVALID_ARGUMENT for a long grammar, and
+    for least tokens beside one, whose end is not to be held back."""
+    if not info.grammars:
+        missing = install_text("llguidance", "structured")
+        raise ServeError(Kind.UNIMPLEMENTED, f"model '{model}' has no structured answers: {missing}")
+    if sampling.min_new_tokens:
+        raise SettingFault("min_tokens", "cannot be combined with a grammar, which ends its answers itself")
+    if len(grammar.text) > MOST_GRAMMAR_CHARACTERS:
+        text = f"a grammar of {len(grammar.text)} characters, allowed: at most {MOST_GRAMMAR_CHARACTERS}"
+        raise ServeError(Kind.INVALID_ARGUMENT, text)
+
+
+def check_bias(bias: Mapping[int, float], info: Info) -> None:
+    """Hold the tokens of a bias against the model. Raises SettingFault."""
+    if len(bias) > MOST_BIASES:
+        raise SettingFault("logit_bias", f"has {len(bias)} tokens, allowed: at most {MOST_BIASES}")
+    odd = next((token for token in bias if token < 0 or (info.vocab_size and token >= info.vocab_size)), None)
+    if odd is not None:
+        most = (info.vocab_size or 1 << 31) - 1
+        raise SettingFault("logit_bias", f"names token {odd}, allowed: 0 to {most}")
+
+
+def check_prompt_scores(sampling: Sampling, tokens: int) -> None:
+    """Hold what is asked of a prompt's tokens against what one record can have. Raises SettingFault."""
+    asked = tokens * (sampling.prompt_best + 1)
+    if asked > MOST_PROMPT_SCORES:
+        text = (
+            f"asks for {asked} log probabilities of a prompt of {tokens} tokens, "
+            f"allowed: at most {MOST_PROMPT_SCORES}"
+        )
+        raise SettingFault("prompt_logprobs", text)
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -177,6 +227,16 @@ def fit(ids: Sequence[int], truncate: int, most: int, vocab: int) -> list[int]:
     return kept
 
 
+INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    # DeepSeek
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+)
+"""Tokens of models that fill in a text: before the prefix, between it and the suffix, and before the middle,
+which the model writes."""
 OWNER = "fastserve"
 
 
@@ -238,6 +298,10 @@ class TextModels:
         """Whether any model takes images."""
         return any(self.find(name).info.vision for name in self.names())
 
+    def serves(self, name: str) -> bool:
+        """Return whether a name is that of a model that can be asked, or of an adapter."""
+        return name in self.names() or bool(self._with_adapter(name))
+
     def knows(self, name: str) -> bool:
         """Return whether a model of any kind has this name, ready or not."""
         return name in self._catalog.models
@@ -260,6 +324,29 @@ class TextModels:
             self._catalog.explain_absence(name)
             raise ServeError(Kind.NOT_FOUND, f"Model {name} not found.")
         return self.of(version)
+
+    def find_adapted(self, name: str) -> TextModel:
+        """Return the model of a name as `find`; or, where no model has it, the model with its adapter of that
+        name. A client needs leave for both names. Raises ServeError, INVALID_ARGUMENT where several models
+        have such an adapter."""
+        found = [] if not name or self.knows(name) else self._with_adapter(name)
+        if len(found) > 1:
+            text = f"the models {' and '.join(found)} each have an adapter '{name}'"
+            raise ServeError(Kind.INVALID_ARGUMENT, text)
+        return self.adapt(self.find(found[0]), name) if found else self.find(name)
+
+    def adapt(self, model: TextModel, adapter: str) -> TextModel:
+        """Return a model with one of its adapters. Raises ServeError NOT_FOUND, PERMISSION_DENIED."""
+        self._catalog.check_allowed(adapter)
+        return model.adapted(adapter)
+
+    def adapters(self, model: TextModel) -> list[str]:
+        """Return the adapters of a model that clients may name as a model: nothing else has the name."""
+        given = [name for name in model.info.adapters if self._catalog.allows(name)]
+        return [name for name in given if not self.knows(name) and len(self._with_adapter(name)) == 1]
+
+    def _with_adapter(self, name: str) -> list[str]:
+        return [model for model in self.names() if name in self.find(model).info.adapters]
 
     def of(self, version: Version) -> TextModel:
         """Return the text model of a version."""
@@ -302,9 +389,27 @@ class TextModel:
         self._engine, self._offload = engine, Offload()
         self.version, self.info = version, info
         self.name = version.model
+        self.adapter = ""
+        """The adapter that it writes with; empty: none."""
+        self._adapted: dict[str, TextModel] = {}
         self._tokenizer: Tokenizer | None = None
         self._loading: asyncio.Future[Tokenizer] | None = None
         self._chat: ChatTemplate | None = None
+
+    @property
+    def shown_name(self) -> str:
+        """The name that answers have: the adapter's, or its own."""
+        return self.adapter or self.name
+
+    def adapted(self, adapter: str) -> TextModel:
+        """Return it with one of its adapters. Raises ServeError NOT_FOUND."""
+        if adapter not in self.info.adapters:
+            raise ServeError(Kind.NOT_FOUND, f"model '{self.name}' has no adapter '{adapter}'")
+        made = self._adapted.get(adapter)
+        if made is None:
+            made = self._adapted[adapter] = copy(self)
+            made.adapter, made._adapted = adapter, {}
+        return made
 
     def load(self) -> None:
         """Begin to load the tokenizer, where a loop runs."""
@@ -366,12 +471,48 @@ class TextModel:
         await self._ready()
         return await self._offload(len(text) * WORK, self._pieces, text, special)
 
-    async def count(self, text: str) -> int:
-        """Return the number of tokens of a text. Raises as `encode`."""
+    async def tokens(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text that need not be a prompt: up to MOST_PIECES where prompts are shorter.
+        Raises as `encode`."""
         await self._ready()
         most = max(self.most_prompt_tokens, MOST_PIECES)
         check_text(text, self.characters_of(most))
-        return len(await self._offload(len(text) * WORK, self._encode_within, text, True, most))
+        return await self._offload(len(text) * WORK, self._encode_within, text, special, most)
+
+    async def infill(self, prefixes: Sequence[str], suffix: str, *, special: bool = True) -> list[list[int]]:
+        """Return prompts after which the model writes what stands between each prefix and the suffix; with
+        `special`, begun as the tokenizer begins a text. Raises SettingFault where the vocabulary has no
+        tokens for it, and as `encode`, of a prefix with `prompt` set to its place."""
+        tokenizer = await self._ready()
+        marks = next(
+            (each for each in (_marks(tokenizer, names) for names in INFILL) if None not in each), None
+        )
+        if marks is None:
+            names = ", ".join(INFILL[0])
+            text = f"is not supported: the vocabulary of model '{self.name}' has no infill tokens, as {names}"
+            raise SettingFault("suffix", text)
+        begun = tokenizer.encode("", special=special)[:1]
+        after = await self.encode(suffix, special=False)
+        found: list[list[int]] = []
+        for number, prefix in enumerate(prefixes):
+            await asyncio.sleep(0)
+            try:
+                before = await self.encode(prefix, special=False) if prefix else []
+            except PromptFault as fault:
+                fault.prompt = number
+                raise
+            found.append([*begun, marks[0], *before, marks[1], *after, marks[2]])
+            count_together(sum(map(len, found)), self.most_prompt_tokens)
+        return found
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of up to as many tokens, special ones among them. Raises PromptTooLong,
+        UnknownToken, and UNIMPLEMENTED where there is no tokenizer that could."""
+        await self._ready()
+        most = max(self.most_prompt_tokens, MOST_PIECES)
+        if ids:
+            fit(ids, 0, most, self.info.vocab_size)
+        return await self._offload(len(ids) * WORK, self.tokenizer.decode, ids, special=True)
 
     def _pieces(self, text: str, special: bool) -> list[Piece]:
         most = max(self.most_prompt_tokens, MOST_PIECES)
@@ -422,9 +563,24 @@ class TextModel:
         characters = sum(len(message.get("content") or "") for message in messages)
         if characters > self.most_characters:
             raise TextTooLong(characters, self.most_characters)
+        return await self._template().render(messages, tools, add_generation_prompt, variables)
+
+    async def tool_template(self) -> str:
+        """Return the text of the chat template that tools are given to; "" where it has no place for tools.
+        The tokenizer is loaded then. Raises ServeError as `chat`."""
+        await self._ready()
+        return await self._template().find_tools()
+
+    @property
+    def tool_parser(self) -> str:
+        """TextOptions.tool_parser of the model."""
+        options = self.version.config.text
+        return "auto" if options is None else options.tool_parser
+
+    def _template(self) -> ChatTemplate:
         if self._chat is None:
             self._chat = ChatTemplate(self.version.folder, self.name)
-        return await self._chat.render(messages, tools, add_generation_prompt, variables)
+        return self._chat
 
     # --- sequences
 
@@ -434,15 +590,21 @@ class TextModel:
         return (await self.start_many(ask, 1))[0]
 
     async def start_many(self, ask: TextAsk, count: int) -> list[TextStream]:
-        """Start `count` sequences of one prompt, with consecutive seeds; all of them, or it raises."""
+        """Start `count` sequences of one prompt, with consecutive seeds; all of them, or it raises. The
+        first alone ranks the prompt's tokens (`prompt_best`)."""
         if not self.info.writes:
             text = f"model '{self.name}' makes vectors of texts, and writes none"
             raise ServeError(Kind.UNIMPLEMENTED, text)
         check_stops(ask.stop)
+        if ask.sampling.grammar is not None:
+            check_grammar(ask.sampling.grammar, ask.sampling, self.info, self.name)
+        if ask.sampling.logit_bias:
+            check_bias(ask.sampling.logit_bias, self.info)
         if ask.images and not self.info.vision:
             raise ServeError(Kind.INVALID_ARGUMENT, f"model '{self.name}' takes text only, not images")
         await self._ready()
         ids, text = await self._offload(_work_of(ask), self._read, ask)
+        check_prompt_scores(ask.sampling, len(ids))
         if (traced := current_span()) is not None:
             traced.add("decode", traced.started_ns, monotonic_ns())
         seed = int.from_bytes(os.urandom(8), "little") if ask.seed is None else ask.seed
@@ -451,6 +613,9 @@ class TextModel:
         try:
             while len(streams) < count:
                 streams.append(self._start(ask, ids, text, (seed + len(streams)) % SEEDS, stops))
+                if ask.sampling.prompt_best >= 0:
+                    unranked = msgspec.structs.replace(ask.sampling, prompt_logprobs=False, prompt_best=-1)
+                    ask = replace(ask, sampling=unranked)
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -498,6 +663,7 @@ class TextModel:
                 priority=first.priority,
                 deadline_ns=first.deadline_ns,
                 request_id=first.request_id,
+                adapter=self.adapter,
                 embeds=True,
             )
 
@@ -511,10 +677,11 @@ class TextModel:
         stream = TextStream(
             ids,
             seed,
-            tokenizer.detokenizer(special=ask.special),
+            tokenizer.detokenizer(special=ask.special, shown=ask.shown),
             None if stops is None else StopStrings(stops, include_stop=ask.include_stop),
             tokenizer.specials,
             include_stop=ask.include_stop,
+            least_tokens=ask.sampling.min_new_tokens,
         )
         note = TextNote(
             sampling=msgspec.structs.replace(ask.sampling, seed=seed, max_new_tokens=most),
@@ -524,6 +691,7 @@ class TextModel:
             request_id=ask.request_id,
             parameters=dict(ask.parameters),
             images=list(ask.images),
+            adapter=self.adapter,
         )
         reader, span = weakref.ref(stream), current_span()
         if span is not None:
@@ -538,6 +706,10 @@ class TextModel:
 
         stream.bind(self._engine.generate(self.version, ids, note, heard))
         return stream
+
+
+def _marks(tokenizer: Tokenizer, names: Sequence[str]) -> list[Any]:
+    return [tokenizer.token_id(name) for name in names]
 
 
 def _work_of(ask: TextAsk) -> int:

@@ -127,7 +127,8 @@ class SequenceTrace:
 
 
 class TextStream:
-    """One sequence, made by TextModel.start. `seed` is the one it runs with."""
+    """One sequence, made by TextModel.start. `seed` is the one it runs with; in the text of its first
+    `least_tokens` tokens no stop string is searched."""
 
     def __init__(
         self,
@@ -138,17 +139,20 @@ class TextStream:
         specials: frozenset[int] = frozenset(),
         *,
         include_stop: bool = False,
+        least_tokens: int = 0,
     ) -> None:
         self.prompt_ids = prompt_ids
         self.prompt_tokens = len(prompt_ids)
         """Tokens of the prompt; where the engine takes text, 0 until its first record."""
         self.prompt_logprobs: Sequence[tuple[int, float | None]] = ()
+        self.prompt_ranks = b""
+        """Of codec.generation.write_ranks, with the first token."""
         self.seed = seed
         self.ending: Ending | None = None
         self.on_news: Callable[[], object] | None = None
         """Called on the loop for new tokens, once for all that came together."""
         self._detokenizer, self._stops, self._specials = detokenizer, stops, specials
-        self._include_stop = include_stop
+        self._include_stop, self._least_tokens = include_stop, least_tokens
         self.trace: SequenceTrace | None = None  # of a request that is traced
         self._run: GenerationRun | None = None
         self._flow: Flow | None = None
@@ -328,6 +332,7 @@ class TextStream:
         if extra is not None:
             self.prompt_tokens = extra.prompt_tokens or self.prompt_tokens
             self.prompt_logprobs = extra.prompt or self.prompt_logprobs
+            self.prompt_ranks = extra.prompt_ranks or self.prompt_ranks
         if token >= 0 or (extra is not None and extra.text is not None):  # or text of no token
             self._take_token(token, finish, took_us, extra)
         elif finish:
@@ -359,7 +364,7 @@ class TextStream:
         stops, last = self._stops, bool(finish)
         if last:
             found.text += self._detokenizer.end()
-        if stops is not None:
+        if stops is not None and len(self._ids) > self._least_tokens:
             text = stops.feed(found.text)
             if stops.found is not None:
                 last, finish = True, Finish.STOP

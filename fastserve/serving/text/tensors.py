@@ -44,6 +44,9 @@ class SamplingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=MOST_TOKENS)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_tokens: Annotated[int, Meta(ge=0, le=MOST_TOKENS)] = 0
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: StopTokens | None = None
@@ -63,6 +66,9 @@ class SamplingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             temperature=self.temperature or 1.0,
             top_p=self.top_p,
             top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            min_new_tokens=self.min_tokens,
+            logit_bias=self.logit_bias or {},
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

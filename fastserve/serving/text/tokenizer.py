@@ -121,7 +121,8 @@ def detokenizer_of(library: Library) -> Callable[[frozenset[int]], Detokenizer]:
 
 
 class _ByteLevel:
-    """The tables of one tokenizer, by what is skipped: there are two, with special tokens and without."""
+    """The tables of one tokenizer, by what is skipped: with special tokens, without, and with those that
+    begin calls of tools."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -222,14 +223,21 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens; with `special`, that of special tokens too."""
 
+    def token_id(self, text: str) -> int | None:
+        """Return the token that is spelled so in the vocabulary; None where there is none."""
+
     def token_text(self, token: int) -> str:
         """Return the text of one token, special ones too."""
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, perhaps a part of a character."""
 
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        """Return a detokenizer for one sequence."""
+    def added_token(self, text: str) -> int | None:
+        """Return the token that the vocabulary has for a text as a whole, such as `<tool_call>`."""
+
+    def detokenizer(self, *, special: bool = False, shown: Sequence[str] = ()) -> Detokenizer:
+        """Return a detokenizer for one sequence, of which special tokens are left out unless `special`.
+        Those named by `shown` are text all the same."""
 
 
 def load_tokenizer(kind: str, folder: Path, model: str) -> Tokenizer:
@@ -245,6 +253,7 @@ class FolderTokenizer:
     def __init__(self, path: Path, model: str) -> None:
         self._library = _load(path, model)
         added = self._library.get_added_tokens_decoder()
+        self._added = {said.content: token for token, said in added.items()}
         self.specials = frozenset(token for token, said in added.items() if said.special)
         self.longest = max(LEAST_LONGEST, *map(len, self._library.get_vocab(with_added_tokens=True)), 0)
         self._make, self._bytes = detokenizer_of(self._library), bytes_of(self._library)
@@ -266,14 +275,22 @@ class FolderTokenizer:
         found: str = self._library.decode(list(ids), skip_special_tokens=not special)
         return found
 
+    def token_id(self, text: str) -> int | None:
+        found: int | None = self._library.token_to_id(text)
+        return found
+
     def token_text(self, token: int) -> str:
         return self.decode([token], special=True)
 
     def token_bytes(self, token: int) -> bytes:
         return self._bytes(token)
 
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
-        return self._make(frozenset() if special else self.specials)
+    def added_token(self, text: str) -> int | None:
+        return self._added.get(text)
+
+    def detokenizer(self, *, special: bool = False, shown: Sequence[str] = ()) -> Detokenizer:
+        skipped = frozenset() if special else self.specials
+        return self._make(skipped.difference([self._added.get(text) for text in shown]) if shown else skipped)
 
 
 class WordsTokenizer:
@@ -301,13 +318,19 @@ class WordsTokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         raise ServeError(Kind.UNIMPLEMENTED, f"model '{self._model}' cannot make text of tokens")
 
+    def token_id(self, text: str) -> int | None:
+        return None
+
     def token_text(self, token: int) -> str:
         return ""
 
     def token_bytes(self, token: int) -> bytes:
         return b""
 
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
+    def added_token(self, text: str) -> int | None:
+        return None
+
+    def detokenizer(self, *, special: bool = False, shown: Sequence[str] = ()) -> Detokenizer:
         return NoText()
 
 

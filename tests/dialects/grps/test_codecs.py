@@ -59,7 +59,10 @@ def test_what_is_kept_of_a_message_is_bounded(
     opened: list[object] = []
     monkeypatch.setattr(request_templates, "open_path", lambda version, *_: opened.append(version))
     service: Any = SimpleNamespace(
-        keepers=VersionListeners(SimpleNamespace(on_change=[])), traffic=None, answered=None, offload=None
+        keepers=VersionListeners(SimpleNamespace(on_change=[], on_renewed=[])),
+        traffic=None,
+        answered=None,
+        offload=None,
     )
     fast = GrpsPredictRpc(service)
     data = a_message(1.0, 2.0).SerializeToString() + head_of(99, more) + bytes(more)

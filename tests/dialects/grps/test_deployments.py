@@ -69,6 +69,65 @@ def test_an_onnx_model_takes_tensors(tmp_path: Path) -> None:
         assert "takes no str_data" in served.predict({"str_data": "x"}).message
 
 
+def test_torch_models_take_tensors(tmp_path: Path) -> None:
+    """A TorchScript program by the tensors of inferer_args, an exported one by its own."""
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        net.weight.copy_(2 * torch.eye(3))
+        net.bias.fill_(1)
+    row = {"dtype": "float32", "shape": [3]}
+    batching = {"type": "dynamic", "max_batch_size": 8, "batch_timeout_us": 1000}
+    folder = deployments.write(
+        tmp_path / "d",
+        [
+            {
+                **{"name": "script", "version": "1.0.0", "inferer_type": "torch", "batching": batching},
+                **{
+                    "inferer_path": "./data/net.pt",
+                    "inferer_args": {"inputs": {"x": row}, "outputs": {"y": row}},
+                },
+            },
+            {"name": "program", "version": 2, "inferer_type": "torch", "inferer_path": "data/net.pt2"},
+        ],
+        ["script-1.0.0"],
+    )
+    (folder / "data").mkdir()
+    torch.jit.script(net).save(str(folder / "data/net.pt"))
+    program = torch.export.export(net, (torch.zeros(2, 3),), dynamic_shapes=({0: torch.export.Dim("n")},))
+    torch.export.save(program, folder / "data/net.pt2")
+    given = {"dtype": "DT_FLOAT32", "shape": [2, 3], "flat_float32": [0, 1, 2, 3, 4, 5]}
+    with deployed(settings_of(folder)) as served:
+        for model in ("script-1.0.0", "program-2"):
+            for _ in range(2):
+                asked = {"model": model, "gtensors": {"tensors": [given]}}
+                reply = served.predict(asked)
+                assert reply.code == 200, (model, reply.message)
+                (y,) = reply.json["gtensors"]["tensors"]
+                assert (y["shape"], y["flat_float32"]) == ([2, 3], [1, 3, 5, 7, 9, 11])
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        ({"inferer_type": "torch", "inferer_path": "net.pt"}, "inferer_args: given None, allowed: {inputs:"),
+        ({"inferer_type": "torch", "inferer_path": "../net.pt2"}, "allowed: a .pt2 or .pt file inside"),
+        (
+            {"inferer_type": "torch", "inferer_path": "net.onnx"},
+            "given 'net.onnx', allowed: a .pt2 or .pt file",
+        ),
+        ({"inferer_type": "onnx", "inferer_path": "/net.onnx"}, "allowed: an .onnx file inside"),
+    ],
+)
+def test_a_model_of_tensors_needs_a_file_that_describes_it(
+    tmp_path: Path, node: dict[str, Any], told: str
+) -> None:
+    folder = deployments.write(tmp_path / "d", [{"name": "net", "version": 1, **node}])
+    with pytest.raises(ConfigError) as caught:
+        read_deployment(folder).config("net-1")
+    assert told in str(caught.value)
+
+
 def edited(folder: Path, change: Any) -> Path:
     path = folder / "conf" / "inference.yml"
     raw = yaml.safe_load(path.read_text())
@@ -79,7 +138,12 @@ def edited(folder: Path, change: Any) -> Path:
 
 WRONG = {
     "twice": (lambda raw: raw["models"].append(raw["models"][0]), "echo-1.0.0 is there twice"),
-    "torch": (lambda raw: raw["models"][0].update(inferer_type="torch"), "torch is not run here; export it"),
+    "no-path": (
+        lambda raw: raw["models"][0].update(
+            inferer_type="torch", converter_type="customized", converter_name="c"
+        ),
+        "converter_type: given customized, allowed: none, with inferer_type torch",
+    ),
     "tensorrt": (lambda raw: raw["models"][0].update(inferer_type="tensorrt"), "tensorrt is not run here"),
     "no-inferer": (lambda raw: raw["models"][0].update(inferer_name=None), "inferer_name: given nothing"),
     "no-converter": (lambda raw: raw["models"][0].update(converter_type="customized"), "converter_name"),

@@ -162,7 +162,7 @@ def test_a_client_that_leaves_keeps_nobody_waiting(tmp_path: Path, taken: list[b
                 await asyncio.sleep(0.001)
             assert taken == [False, True, False]
             leaving.client.writer.close()
-            while cache.waiting():
+            while any(cache.waiting().values()):  # until the second runs by itself
                 await asyncio.sleep(0.001)
             (tmp_path / "counts" / "go").touch()
             assert await second in (2, 3)

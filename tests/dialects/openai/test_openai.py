@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -66,14 +67,31 @@ BOTH: list[tuple[str, Any, str]] = [
     ("timeout", 0, "expected int >= 1"),
     ("stream", "yes", "expected bool"),
     ("stream_options", {"include_usage": True}, "wants `stream`"),
-    ("logit_bias", {"5": 1}, "is not supported"),
-    ("min_p", 0.1, "is not supported"),
-    ("guided_json", {"type": "object"}, "is not supported"),
+    ("logit_bias", {"5": 101}, "expected float <= 100"),
+    ("logit_bias", {"five": 1}, "expected int"),
+    ("logit_bias", {"-5": 1}, "expected int >= 0"),
+    ("logit_bias", {str(1 << 20): 1}, "names token 1048576, allowed: 0 to 1048575"),
+    ("logit_bias", {str(token): 1 for token in range(1025)}, "length <= 1024"),
+    ("min_p", 1.1, "expected float <= 1"),
+    ("min_tokens", -1, "expected int >= 0"),
+    ("guided_json", [1], "must be an object, a JSON schema"),
+    ("guided_json", "[1]", "must be an object, a JSON schema"),
+    ("guided_choice", [], "length >= 1"),
+    ("guided_choice", [""], "length >= 1"),
+    ("guided_regex", "", "length >= 1"),
+    ("guided_grammar", 5, "expected str"),
+    ("structured_outputs", {"choice": "a"}, "expected array"),
     ("bad_words", ["x"], "is not supported"),
     ("allowed_token_ids", [5], "is not supported"),
     ("truncate_prompt_tokens", 5, "is not supported"),
-    ("prompt_logprobs", 1, "is not supported"),
-    ("response_format", {"type": "json_object"}, "'json_object' is not supported"),
+    ("prompt_logprobs", 21, "expected int <= 20"),
+    ("prompt_logprobs", True, "expected int"),
+    ("response_format", {"type": "structural_tag"}, "'structural_tag' is not supported"),
+    ("response_format", {"type": "json_schema"}, "is required"),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "is required"),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": 5}}, "must be an object"),
+    ("response_format", {"type": "json"}, "is required"),
+    ("response_format", {"type": "regex", "value": 7}, "must be a regular expression"),
     ("response_format", "json", "expected object"),
     ("use_beam_search", True, "is not supported"),
     ("model", 7, "expected str"),
@@ -86,7 +104,7 @@ def test_fields_of_both(server: Local, key: str, value: Any, words: str) -> None
         param = reply.json["error"]["param"]
         refused(reply, param, words)
         assert param is not None
-        assert param.partition("[")[0] == key
+        assert re.split(r"[.\[]", param)[0] == key
 
 
 def test_what_goes_together(server: Local) -> None:
@@ -97,24 +115,53 @@ def test_what_goes_together(server: Local) -> None:
     refused(chat(server, top_logprobs=1), "top_logprobs", "wants `logprobs`")
     refused(chat(server, logprobs=True, top_logprobs=21), "top_logprobs", "<= 20")
     refused(completion(server, logprobs=6), "logprobs", "<= 5")
-    refused(completion(server, suffix="x"), "suffix", "is not supported")
+    refused(completion(server, min_tokens=17), "min_tokens", "at most `max_tokens` (16), got 17")
+    refused(completion(server, prompt_logprobs=0, stream=True), "prompt_logprobs", "in a stream")
+    long = {"prompt": "hi " * 1500, "prompt_logprobs": 20, "n": 3}
+    refused(completion(server, **long), "prompt_logprobs", "asks for 94500 log probabilities in one reply")
+    refused(completion(server, suffix="x"), "suffix", "model 'm1' has no infill tokens, as <|fim_prefix|>")
+    refused(completion(server, suffix="x", echo=True), "suffix", "cannot be combined with `echo`")
+    refused(completion(server, suffix="x", prompt=[1, 2]), "suffix", "wants a `prompt` of text")
     refused(completion(server, prompt=["a"] * 9, n=30), "prompt", "would start 270 sequences")
 
 
 def test_what_asks_for_nothing_is_no_fault(server: Local) -> None:
-    nothing = {"logit_bias": {}, "min_p": 0, "use_beam_search": False, "guided_json": None, "unknown": [1]}
+    nothing = {
+        "logit_bias": {},
+        "min_p": 0,
+        "min_tokens": 0,
+        "use_beam_search": False,
+        "guided_json": None,
+        "unknown": [1],
+    }
     assert chat(server, tools=[], functions=None, response_format={"type": "text"}, **nothing).status == 200
     assert chat(server, tools=[{"type": "function"}], tool_choice="none").status == 200
     assert completion(server, suffix="", **nothing).status == 200
 
 
+def test_one_grammar_an_answer(server: Local) -> None:
+    both = {"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}
+    words = "cannot be combined with `guided_regex`"
+    refused(chat(server, **both), "structured_outputs.choice", words)
+    refused(
+        chat(server, structured_outputs={"regex": "a", "json": {}}), "structured_outputs.regex", "combined"
+    )
+
+
+def test_a_model_without_grammars_says_so(server: Local) -> None:
+    for asked in ({"guided_regex": "a"}, {"response_format": {"type": "json_object"}}):
+        reply = chat(server, **asked)
+        assert (reply.status, reply.json["error"]["code"]) == (400, "not_supported")
+        assert "pip install llguidance" in reply.json["error"]["message"]
+
+
 def test_answers_are_text(server: Local) -> None:
-    refused(chat(server, tools=[{"type": "function"}]), "tools", "is not supported")
+    refused(completion(server, tools=[{"type": "function"}]), "tools", "is not supported")
     for key in ("chat_template", "documents"):
         refused(chat(server, **{key: ["x"]}), key, "is not supported")
     refused(chat(server, continue_final_message=True), "continue_final_message", "is not supported")
-    vllm = server.post("/generate", {"prompt": "hi", "response_format": {"type": "json_object"}})
-    assert (vllm.status, "`response_format` of type 'json_object'" in vllm.json["error"]) == (422, True)
+    vllm = server.post("/generate", {"prompt": "hi", "response_format": {"type": "xml"}})
+    assert (vllm.status, "`response_format.type` 'xml' is not supported" in vllm.json["error"]) == (422, True)
     refused(chat(server, modalities=["text", "audio"]), "modalities", "'audio'")
     refused(chat(server, audio={"voice": "x"}), "audio", "is not supported")
 

@@ -158,6 +158,43 @@ def test_logprobs_of_a_completion_and_of_its_prompt(client: openai.OpenAI) -> No
     assert [len(each or ()) for each in found.logprobs.top_logprobs or ()] == [0, 0, 1, 1, 1]
 
 
+def prompt_tokens_of(said: Any, likeliest: int) -> None:
+    """Check vLLM's prompt_logprobs of a prompt of three tokens, as `Likely` says them."""
+    assert said[0] is None
+    assert len(said) == 3
+    for place, found in enumerate(said[1:], 1):
+        ranks = [one["rank"] for one in found.values()]
+        assert ranks == [7, *range(1, likeliest + 1)]
+        assert [one["logprob"] for one in found.values()] == [-place, *(-0.5 * i for i in range(likeliest))]
+        assert all(name.isdigit() and one["decoded_token"] for name, one in found.items())
+
+
+def test_logprobs_of_a_prompt_in_vllms_form(client: openai.OpenAI, server: Local) -> None:
+    engine: Any = server.models["m1"]
+    before = len(engine.seen)
+    found = client.completions.create(
+        model="m1", prompt=["a b c", "d"], n=2, best_of=3, extra_body={"prompt_logprobs": 2}
+    )
+    for choice in found.choices[:2]:
+        prompt_tokens_of(choice.model_extra["prompt_logprobs"], 2)
+    assert [choice.model_extra["prompt_logprobs"] for choice in found.choices[2:]] == [[None], [None]]
+    ranked = [one.note.sampling.prompt_best for one in engine.seen[before:]]
+    assert ranked == [2, -1, -1, 2, -1, -1]  # a prompt is ranked once
+    chat = client.chat.completions.create(
+        model="m1", messages=[{"role": "user", "content": "a b"}], extra_body={"prompt_logprobs": 0}
+    )
+    assert chat.model_extra["prompt_logprobs"][0] is None
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="gives no log probabilities of its prompts"):
+        client.completions.create(model="small", prompt="a", extra_body={"prompt_logprobs": 1})
+    echoed = client.completions.create(
+        model="m1", prompt="a b c", n=2, echo=True, logprobs=1, extra_body={"prompt_logprobs": 1}
+    )
+    for choice in echoed.choices:
+        prompt_tokens_of(choice.model_extra["prompt_logprobs"], 1)
+        assert choice.logprobs.token_logprobs[:3] == [None, -1.0, -2.0]
+
+
 def test_the_likeliest_of_several(client: openai.OpenAI) -> None:
     found = client.completions.create(model="m1", prompt="a", n=1, best_of=3)
     assert len(found.choices) == 1
@@ -184,12 +221,16 @@ def test_settings_reach_the_engine(client: openai.OpenAI, server: Local) -> None
     client.chat.completions.create(
         model="m1", messages=USER, temperature=0.5, top_p=0.9, presence_penalty=0.5, frequency_penalty=-0.5,
         seed=-1, max_tokens=2, user="somebody",
-        extra_body={"top_k": 7, "repetition_penalty": 1.5, "priority": 1, "timeout": 5},
+        logit_bias={"5": -100, "7": 0.5},
+        extra_body={"top_k": 7, "min_p": 0.25, "min_tokens": 2, "repetition_penalty": 1.5, "priority": 1,
+                    "timeout": 5},
     )  # fmt: skip
     engine: Any = server.models["m1"]
     note = engine.seen[-1].note
     assert (note.sampling.temperature, note.sampling.top_p, note.sampling.top_k) == (0.5, 0.9, 7)
     assert (note.sampling.presence_penalty, note.sampling.frequency_penalty) == (0.5, -0.5)
+    assert (note.sampling.min_p, note.sampling.min_new_tokens) == (0.25, 2)
+    assert note.sampling.logit_bias == {5: -100, 7: 0.5}
     assert (note.sampling.repetition_penalty, note.sampling.seed) == (1.5, 2**64 - 1)
     assert (note.sampling.do_sample, note.sampling.max_new_tokens, note.priority) == (True, 2, 1)
     assert note.deadline_ns > 0

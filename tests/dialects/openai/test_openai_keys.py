@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fastserve.dialects.openai.anthropic import MessagesRequest
 from fastserve.dialects.openai.requests import (
     IGNORED,
     NEUTRAL,
@@ -18,6 +19,8 @@ from fastserve.dialects.openai.requests import (
     EmbeddingRequest,
     refused_keys,
 )
+from fastserve.dialects.openai.responses import ResponsesRequest
+from fastserve.dialects.openai.scoring import ClassifyRequest, RerankRequest, ScoreRequest
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.rigs import HELLO
 from tests.dialects.text_common.serving import Local, Reply
@@ -27,6 +30,8 @@ from tests.text_rig import Scripted
 chat_keys = Late("openai.types.chat.completion_create_params")
 completion_keys = Late("openai.types.completion_create_params")
 embedding_keys = Late("openai.types.embedding_create_params")
+response_keys = Late("openai.types.responses.response_create_params")
+message_keys = Late("anthropic.types.message_create_params")
 PAGE = Path(__file__).parents[3] / "docs/dialects/textgen.md"
 TEMPLATE = """{% for message in messages %}{{ message.content }} {% endfor %}
 {%- if add_generation_prompt %}go on {% endif %}
@@ -36,7 +41,16 @@ ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"model": "m1", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]},
     COMPLETIONS: {"model": "m1", "max_tokens": 2, "prompt": "hi"},
 }
-KINDS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, "/v1/embeddings": EmbeddingRequest}
+KINDS: dict[str, type[msgspec.Struct]] = {
+    CHAT: ChatRequest,
+    COMPLETIONS: CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/classify": ClassifyRequest,
+}
 REFUSED = [(path, key) for path in ASKED for key in refused_keys(KINDS[path])]
 
 
@@ -106,6 +120,8 @@ def test_openai_keys_of_its_client_are_all_known() -> None:
         (CHAT, chat_keys.CompletionCreateParamsBase),
         (COMPLETIONS, completion_keys.CompletionCreateParamsBase),
         ("/v1/embeddings", embedding_keys.EmbeddingCreateParams),
+        ("/v1/responses", response_keys.ResponseCreateParamsBase),
+        ("/v1/messages", message_keys.MessageCreateParamsBase),
     ):
         kind = KINDS[path]
         assert set(base.__annotations__) <= {*taken_keys(kind), *refused_keys(kind), *IGNORED}, path

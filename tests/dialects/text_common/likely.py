@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastserve.backends.llm.protocols import Out
-from fastserve.codec.generation import Extra, Finish, Logprobs, read_extra, write_text
+from fastserve.codec.generation import Extra, Finish, Logprobs, read_extra, write_ranks, write_text
 from tests.text_rig import Scripted
 
 FIRST = -0.25
@@ -24,6 +24,9 @@ class Likely(Scripted):
             said.logprobs = Logprobs(own, [(token + i, own - i) for i in range(sampling.logprobs)])
         if sampling.prompt_logprobs and one.count == 1:
             said.prompt = [(id, -1.0 * i if i else None) for i, id in enumerate(one.request.ids)]
+        if sampling.prompt_best >= 0 and one.count == 1:
+            best = [(token + i, -0.5 * i) for i in range(sampling.prompt_best)]
+            said.prompt_ranks = write_ranks([(7, best)] * (len(one.request.ids) - 1))
         return said
 
 

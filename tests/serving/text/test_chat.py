@@ -153,6 +153,30 @@ def test_where_templates_are_found(
     assert render(tmp_path, tools=tools) == expected
 
 
+LATE = """{% if own is defined %}{% set tools = own %}{% endif %}
+{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"""
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"chat_template.jinja": "{{ messages }} tools"}, ""),
+        (
+            {"chat_template.jinja": "{% for tool in tools %}{% endfor %}"},
+            "{% for tool in tools %}{% endfor %}",
+        ),
+        ({"chat_template.jinja": "d", "chat_templates/tool_use.jinja": "{{ tools }}"}, "{{ tools }}"),
+        ({"chat_template.jinja": LATE}, LATE),
+    ],
+)
+def test_templates_that_show_tools(tmp_path: Path, files: dict[str, str], found: str) -> None:
+    folder_of(tmp_path, None)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert asyncio.run(ChatTemplate(tmp_path, "m").find_tools()) == found
+
+
 @pytest.mark.parametrize(
     ("template", "kind", "words"),
     [

@@ -21,6 +21,7 @@ from fastserve.serving.text import (
     Info,
     PromptTooLong,
     Sampling,
+    SettingFault,
     TextAsk,
     TextModel,
     TextModels,
@@ -155,6 +156,39 @@ def test_a_stop_string_across_tokens_ends_it_and_its_text_is_not_shown() -> None
             "the ENemy ",
             6,
         )
+
+    run(work)
+
+
+@pytest.mark.parametrize(("least", "text"), [(0, ""), (1, "a"), (2, "aa"), (3, "aaEND"), (5, "aaENDa")])
+def test_no_stop_string_is_searched_in_the_least_tokens(least: int, text: str) -> None:
+    async def work(engine: LocalEngine) -> None:
+        script = [(1, "a"), (1, "a"), (2, "EN"), (3, "D"), (1, "a"), (1, "a")]
+        asked = ask(6, stop=["a", "END"], sampling={"min_new_tokens": least})
+        stream = await model_of(engine, script).start(asked)
+        ending = await stream.rest()
+        assert (ending.reason, ending.text) == (Finish.STOP, text)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"logit_bias": {1 << 20: 1.0}}, "`logit_bias` names token 1048576, allowed: 0 to 1048575"),
+        ({"logit_bias": {-1: 1.0}}, "names token -1"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "has 1025 tokens, allowed: at most 1024"),
+        (
+            {"prompt_logprobs": True, "prompt_best": 1 << 16},
+            "asks for 65537 log probabilities of a prompt of 1",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], words: str) -> None:
+    async def work(engine: LocalEngine) -> None:
+        with pytest.raises(SettingFault, match=words) as caught:
+            await model_of(engine).start(ask(sampling=settings))
+        assert caught.value.field in settings or caught.value.field == "prompt_logprobs"
 
     run(work)
 

@@ -30,11 +30,12 @@ def request(settings: bytes, prompt: bytes = b"a") -> InferRequest:
         b'{"%b":1}' % (b"k" * 40_000_000),
         b'{"%b":1}' % (b"k" * 1000),
         json.dumps({"stop": ["s"] * 300_000}).encode(),
+        json.dumps({"logit_bias": dict.fromkeys(map(str, range(15_000)), 1)}).encode(),
         b'{"max_tokens":1%b}' % (b"0" * 10_000_000),
         b"[" * 5_000_000,
         b"{%b}" % b",".join(b'"%d":1' % number for number in range(4000)),
     ],
-    ids=["ids", "fewer-ids", "key", "shorter-key", "stops", "number", "depth", "keys"],
+    ids=["ids", "fewer-ids", "key", "shorter-key", "stops", "biases", "number", "depth", "keys"],
 )
 def test_tensors_settings_of_any_size_are_refused_cheaply(settings: bytes) -> None:
     asked = request(settings)
@@ -50,6 +51,13 @@ def test_tensors_settings_of_any_size_are_refused_cheaply(settings: bytes) -> No
 def test_tensors_settings_are_read() -> None:
     ask = make_ask(request(b'{"stop_token_ids": [1, 2], "max_tokens": 3, "stop": "x"}', b"hi"))
     assert (ask.prompt, ask.sampling.stop_ids, ask.sampling.max_new_tokens) == ("hi", [1, 2], 3)
+    sampling = make_ask(
+        request(b'{"logit_bias": {"5": -100, "7": 0.5}, "min_p": 0.25, "min_tokens": 2}')
+    ).sampling
+    assert (sampling.logit_bias, sampling.min_p, sampling.min_new_tokens) == ({5: -100, 7: 0.5}, 0.25, 2)
+    for odd in (b'{"logit_bias": {"5": 101}}', b'{"min_p": 2}', b'{"min_tokens": -1}'):
+        with pytest.raises(ServeError, match="sampling_parameters"):
+            make_ask(request(odd))
 
 
 def test_tensors_prompts_longer_than_any_text_are_refused_before_they_are_decoded() -> None:

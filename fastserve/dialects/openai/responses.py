@@ -1,0 +1,362 @@
+"""POST /v1/responses: OpenAI's newer form of a chat, as a reader and a writer over the same call.
+
+    {"model": "m", "instructions": "Be brief.", "input": "Hi"}
+    -> {"object":"response","status":"completed","output":[{"type":"message","content":[...]}],...}
+
+A stream has typed events with numbers, from `response.created` to `response.completed` or
+`response.incomplete`. Nothing is stored: a request has the whole conversation, and keys that name an earlier
+response are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from secrets import token_hex
+from time import time
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta
+
+from fastserve.codec.json_text import FreeJSON
+from fastserve.dialects.openai.completions import (
+    PLAIN,
+    AnswerChoice,
+    AnswerEncoder,
+    AnswerForm,
+    CompletionApi,
+    ScoredToken,
+    TokenUsage,
+    completion_route,
+    write_scored,
+)
+from fastserve.dialects.openai.errors import error_body, refuse
+from fastserve.dialects.openai.requests import (
+    ChatRequest,
+    CompletionTask,
+    Count,
+    Refused,
+    make_chat_task,
+    refused_keys,
+)
+from fastserve.dialects.text_common.endpoint_parts import (
+    BOUNDS,
+    BodyUse,
+    InvalidBody,
+    TextService,
+    check,
+    is_neutral,
+    read_typed,
+)
+from fastserve.dialects.text_common.event_streams import EVENTS
+from fastserve.dialects.text_common.structured import NamedSchema, ResponseFormat, Value, is_absent
+from fastserve.errors import ServeError
+from fastserve.serving.text import EventTemplate
+
+NOT_STORED = "is not supported: nothing is stored here; send the whole conversation in `input`"
+STORED = ("previous_response_id", "conversation", "store", "background")
+LOGPROBS = "message.output_text.logprobs"
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponsePart(msgspec.Struct):
+    """One part of an item's content; `_read_parts` checks its type."""
+
+    type: str
+    text: str | None = None
+    image_url: str | None = None
+
+
+class ResponseItem(msgspec.Struct):
+    """One item of a conversation; messages alone are taken."""
+
+    role: str | None = None
+    content: str | list[ResponsePart] | None = None
+    type: str = "message"
+
+
+class TextFormat(msgspec.Struct):
+    """`text.format`: `response_format` of a chat, in one object."""
+
+    type: str = "text"
+    name: str = ""
+    schema: Value = UNSET
+
+
+class TextConfig(msgspec.Struct):
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(msgspec.Struct):
+    """`effort` is a variable of the chat template; a summary there is none."""
+
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: str | Annotated[list[ResponseItem], Meta(min_length=1, max_length=65536)]
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    """`include_obfuscation` has no effect: events are not padded."""
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    priority: Annotated[int, Meta(ge=1, le=5)] | None = None
+    timeout: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    previous_response_id: Refused = UNSET
+    conversation: Refused = UNSET
+    store: Refused = UNSET
+    background: Refused = UNSET
+    tools: Refused = UNSET
+    tool_choice: Refused = UNSET
+    max_tool_calls: Refused = UNSET
+    prompt: Refused = UNSET
+    truncation: Refused = UNSET
+    context_management: Refused = UNSET
+    background_options: Refused = UNSET
+    image: Refused = UNSET
+    moderation: Refused = UNSET
+
+
+NEUTRAL = {"tool_choice": (b'"none"', b'"auto"'), "truncation": (b'"disabled"',)}
+_reader: FreeJSON[ResponsesRequest] = FreeJSON(ResponsesRequest, BOUNDS)
+
+
+def read_responses(data: bytes | bytearray, most_stops: int) -> CompletionTask:
+    """Return the task of a body. Raises InvalidBody."""
+    body = read_typed(_reader, data)
+    for key in refused_keys(ResponsesRequest):
+        neutral = is_neutral(getattr(body, key), NEUTRAL.get(key, ()))
+        check(neutral, key, NOT_STORED if key in STORED else "is not supported")
+    images: list[tuple[str, str]] = []
+    messages = _read_input(body, images)
+    scored = _wants_logprobs(body)
+    chat = ChatRequest(
+        messages=[],
+        model=body.model,
+        stream=body.stream,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=scored,
+        top_logprobs=body.top_logprobs if scored else None,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        response_format=_read_format(body.text),
+        seed=body.seed,
+        priority=body.priority,
+        timeout=body.timeout,
+    )
+    return make_chat_task(chat, most_stops, messages, images, source="input", asked=body)
+
+
+def _wants_logprobs(body: ResponsesRequest) -> bool:
+    for place, each in enumerate(body.include or ()):
+        if each != LOGPROBS:
+            raise InvalidBody(f"`include[{place}]`: '{each:.64}' is not supported", f"include[{place}]")
+    return bool(body.include) or bool(body.top_logprobs)
+
+
+def _read_format(text: TextConfig | None) -> ResponseFormat | None:
+    given = None if text is None else text.format
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        check(
+            given.type in ("text", "json_object"), "text.format.type", f"'{given.type:.64}' is not supported"
+        )
+        return ResponseFormat(given.type)
+    check(not is_absent(given.schema), "text.format.schema", "is required")
+    return ResponseFormat(given.type, json_schema=NamedSchema(given.schema))
+
+
+def _read_input(body: ResponsesRequest, images: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The messages of a conversation, as templates know them. Raises InvalidBody."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for i, item in enumerate(body.input):
+        place = f"input[{i}]"
+        check(item.type == "message", f"{place}.type", f"'{item.type:.64}' is not supported: a message is")
+        known = item.role in ("system", "developer", "user", "assistant")
+        check(known, f"{place}.role", "must be system, developer, user or assistant")
+        content = item.content
+        if isinstance(content, list):
+            content = _read_parts(content, f"{place}.content", images)
+        check(content is not None, f"{place}.content", "is required")
+        messages.append({"role": item.role, "content": content})
+    return messages
+
+
+def _read_parts(parts: list[ResponsePart], place: str, images: list[tuple[str, str]]) -> str:
+    """The texts of a content, a line each; its images are put into `images`."""
+    texts = []
+    for i, part in enumerate(parts):
+        if part.type in ("input_text", "output_text", "text"):
+            check(part.text is not None, f"{place}[{i}].text", "is required")
+            texts.append(part.text or "")
+        elif part.type == "input_image":
+            check(part.image_url is not None, f"{place}[{i}].image_url", "is required")
+            images.append((f"{place}[{i}].image_url", part.image_url or ""))
+        else:
+            check(False, f"{place}[{i}].type", f"'{part.type:.64}' is not supported")
+    return "\n".join(texts)
+
+
+class ResponsesWriter(AnswerEncoder):
+    """Writer of one response, whole or as typed events."""
+
+    content_type = EVENTS
+    done = b""
+    ends_with_usage = True
+
+    def __init__(self, model: str, version: object, form: AnswerForm = PLAIN) -> None:
+        super().__init__(model, version, form)
+        self._model, self._asked = model, form.asked
+        self._id, self._item_id = "resp_" + token_hex(12), "msg_" + token_hex(12)
+        self._created = int(time())
+        self._number = 0
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def write(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
+        (choice,) = choices
+        content = self._content(choice.text, write_scored(choice.scored))
+        return _encode(self._response(status_of(choice.finish), content, usage))
+
+    def begin(self, index: int, prompt_tokens: int = 0) -> bytes:
+        begun = self._response("in_progress")
+        return b"".join(
+            (
+                self._event("response.created", response=begun),
+                self._event("response.in_progress", response=begun),
+                self._event("response.output_item.added", output_index=0, item=self._item("in_progress")),
+                self._part("response.content_part.added", part=self._content("", [])),
+            )
+        )
+
+    def piece(self, index: int, text: str, scored: Sequence[ScoredToken] = ()) -> bytes:
+        written = write_scored(scored)
+        self._texts.append(text)
+        self._logprobs += written
+        return self._part("response.output_text.delta", delta=text, logprobs=written)
+
+    def frames(self, index: int) -> EventTemplate | None:
+        """Return None: events are numbered."""
+        return None
+
+    def last(
+        self, index: int, finish: str, usage: TokenUsage | None = None, stop: str | None = None
+    ) -> bytes:
+        text, status = "".join(self._texts), status_of(finish)
+        content = self._content(text, self._logprobs)
+        item = self._item(status, content)
+        response = self._response(status, content, usage)
+        return b"".join(
+            (
+                self._part("response.output_text.done", text=text, logprobs=self._logprobs),
+                self._part("response.content_part.done", part=content),
+                self._event("response.output_item.done", output_index=0, item=item),
+                self._event(f"response.{status}", response=response),
+            )
+        )
+
+    def usage(self, usage: TokenUsage) -> bytes:
+        return b""
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number, **more}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data))
+
+    def _part(self, kind: str, **more: Any) -> bytes:
+        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **more)
+
+    def _content(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _item(self, status: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {
+            "type": "message",
+            "id": self._item_id,
+            "status": status,
+            "role": "assistant",
+            "content": [] if content is None else [content],
+        }
+
+    def _response(
+        self, status: str, content: dict[str, Any] | None = None, usage: TokenUsage | None = None
+    ) -> dict[str, Any]:
+        body = self._asked
+        reasoning = None if body.reasoning is None else body.reasoning.effort
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [] if content is None else [self._item(status, content)],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": reasoning, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": _repeat_format(body.text)},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else write_usage(usage),
+        }
+
+
+def status_of(finish: str) -> str:
+    """Return the status of a response that has ended well."""
+    return "incomplete" if finish == "length" else "completed"
+
+
+def write_usage(usage: TokenUsage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _repeat_format(text: TextConfig | None) -> dict[str, Any]:
+    given = None if text is None else text.format
+    if given is None:
+        return {"type": "text"}
+    if given.type != "json_schema":
+        return {"type": given.type}
+    return {"type": "json_schema", "name": given.name, "schema": given.schema, "strict": True}
+
+
+def tell(service: TextService, fault: ServeError) -> bytes:
+    """Return the event of an error within a stream, on which the client raises."""
+    flat = service.options.openai_flavor == "mindie"
+    return b'event: error\ndata: {"type":"error",%b\n\n' % error_body(fault, flat=flat)[1:]
+
+
+RESPONSES = CompletionApi(read_responses, ResponsesWriter, refuse, tell, BodyUse.CHAT)
+PATHS = (completion_route("responses", "/v1/responses", RESPONSES, refuse),)

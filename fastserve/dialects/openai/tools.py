@@ -1,0 +1,421 @@
+"""Tools of a chat: what a request says of them, how the answer is held to them, and the calls in it.
+
+    tools          [{"type": "function", "function": {"name": "f", "parameters": {...}}}]
+    tool_choice    "none" | "auto" | "required" | {"type": "function", "function": {"name": "f"}}
+
+    use = read_tools(body.tools, body.tool_choice, parallel=True)      None: there are none to use
+    plan = await plan_calls(use, model, grammar)                       before the sequences start
+    reader = plan.reader()                                             of one sequence
+    reader.feed(text) -> [AnswerPart, ...]
+
+The model's chat template shows it the tools. A call that has to come (`required`, or a function by name) is
+guaranteed by a grammar in the model's own form of calls (`call_parsers`), which the model's worker follows.
+With `auto` the answer is parsed; where a tool is `strict`, a grammar begins with the first call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from fastserve.codec.generation import Grammar
+from fastserve.codec.json_text import FreeJSON
+from fastserve.dialects.openai.call_parsers import FORMATS, AnswerPart, CallFormat, CallParser, detect_format
+from fastserve.dialects.text_common.endpoint_parts import (
+    BOUNDS,
+    InvalidBody,
+    check,
+    is_neutral,
+    read_typed,
+)
+from fastserve.errors import ServeError
+from fastserve.serving.text import TextModel
+from fastserve.serving.text.models import MOST_GRAMMAR_CHARACTERS
+from fastserve.serving.text.tokenizer import Tokenizer
+
+MOST_TOOLS = 128
+MOST_TOOL_BYTES = MOST_GRAMMAR_CHARACTERS
+"""Bytes of the tools of a request, which become a grammar."""
+MOST_CALLS = 64
+"""Calls of an answer that a grammar lets a model write."""
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of a call's JSON, as llguidance takes it: that of Python's json, which chat templates write."""
+OPEN_KEYS = {"$ref", "allOf", "anyOf", "oneOf", "additionalProperties", "patternProperties"}
+"""Keywords of a schema that may allow other properties than its own."""
+OBJECT = Raw(b'"object"')
+NO_PARAMETERS = {"type": OBJECT, "properties": Raw(b"{}")}
+EXPECTED: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
+NO_PLACE = "cannot be used: the chat template of model '{}' has no place for tools"
+UNKNOWN_FORM = (
+    "cannot be used: the chat template of model '{}' has calls in a form that is not known here; "
+    "`text.tool_parser` in its model.yaml names the form, or none"
+)
+ChoiceWord = Literal["none", "auto", "required"]
+NOT_PARSED = "must be auto or none: `text.tool_parser` of model '{}' is none"
+
+
+class ToolFunction(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    parameters: Raw | UnsetType = UNSET
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct):
+    """A tool of a request."""
+
+    function: ToolFunction
+    type: str = "function"
+
+
+class ToolList(msgspec.Struct):
+    """The tools of a request, so that faults have their paths."""
+
+    tools: list[ToolDefinition]
+
+
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class NamedChoice(msgspec.Struct):
+    """A function by name, as OpenAI's API has it; `name` alone is that of its responses."""
+
+    type: str = "function"
+    function: FunctionName | None = None
+    name: str | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """`tool_choice`, so that faults have their paths."""
+
+    tool_choice: str | NamedChoice
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class PastCall(msgspec.Struct):
+    """A call in a message of the assistant."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
+_LIST: FreeJSON[ToolList] = FreeJSON(ToolList, BOUNDS)
+_CHOICE: FreeJSON[ToolChoice] = FreeJSON(ToolChoice, BOUNDS)
+_PLAIN: FreeJSON[list[dict[str, Any]]] = FreeJSON(list[dict[str, Any]], BOUNDS)
+_OBJECT: FreeJSON[dict[str, Any]] = FreeJSON(dict[str, Any], BOUNDS)
+_SCHEMA: FreeJSON[dict[str, Raw]] = FreeJSON(dict[str, Raw], BOUNDS)
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and how they are to be used."""
+
+    shown: Sequence[Mapping[str, Any]]
+    """The tools as they were sent, for the chat template; `description` and `parameters` are always there."""
+    functions: Sequence[ToolFunction]
+    choice: Literal["auto", "required"] = "auto"
+    named: str = ""
+    """The only function that may be called, which has to be."""
+    parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all functions."""
+        return frozenset(function.name for function in self.functions)
+
+
+def read_tools(tools: Raw | UnsetType, choice: Raw | UnsetType, *, parallel: bool) -> ToolUse | None:
+    """Return the use of tools; None for no tools, and for tools that are not to be called. Raises
+    InvalidBody."""
+    wanted = _read_choice(choice)
+    if wanted == "none":
+        return None
+    if isinstance(tools, UnsetType) or is_neutral(tools):
+        check(wanted == "auto", "tool_choice", "wants `tools`")
+        return None
+    size = len(memoryview(tools))
+    check(size <= MOST_TOOL_BYTES, "tools", f"have {size} bytes, allowed: at most {MOST_TOOL_BYTES}")
+    functions = [tool.function for tool in _read_list(b'{"tools":%b}' % bytes(tools))]
+    shown = [_complete(tool) for tool in read_typed(_PLAIN, bytes(tools))]
+    if isinstance(wanted, str):
+        return ToolUse(shown, functions, "auto" if wanted == "auto" else "required", parallel=parallel)
+    name = wanted.name or ("" if wanted.function is None else wanted.function.name)
+    use = ToolUse(shown, functions, "required", name, parallel=False)
+    check(name in use.names, "tool_choice", f"names '{name:.64}', which is none of `tools`")
+    return use
+
+
+def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the keys that chat templates count on."""
+    given = {key: value for key, value in tool["function"].items() if value is not None}
+    return {
+        **tool,
+        "function": {**given, **{key: value for key, value in EXPECTED.items() if key not in given}},
+    }
+
+
+def _read_choice(raw: Raw | UnsetType) -> ChoiceWord | NamedChoice:
+    if isinstance(raw, UnsetType) or is_neutral(raw):
+        return "auto"
+    given = read_typed(_CHOICE, b'{"tool_choice":%b}' % bytes(raw)).tool_choice
+    if isinstance(given, str):
+        words = {"none", "auto", "required"}
+        return cast(ChoiceWord, given) if given in words else NamedChoice(name=given)  # a name: TGI's form
+    check(given.type == "function", "tool_choice.type", f"'{given.type:.64}' is not supported")
+    return given
+
+
+def _read_list(text: bytes) -> list[ToolDefinition]:
+    tools = read_typed(_LIST, text).tools
+    check(len(tools) <= MOST_TOOLS, "tools", f"has {len(tools)} items, allowed: at most {MOST_TOOLS}")
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        place, name = f"tools[{i}]", tool.function.name
+        check(tool.type == "function", f"{place}.type", f"'{tool.type:.64}' is not supported")
+        check(
+            NAME.fullmatch(name) is not None,
+            f"{place}.function.name",
+            "must be 1 to 64 letters, digits, underscores, dots and dashes",
+        )
+        check(name not in seen, f"{place}.function.name", f"'{name}' is the name of a tool before it")
+        seen.add(name)
+        _read_parameters(tool.function, f"{place}.function.parameters")
+    return tools
+
+
+def _read_parameters(function: ToolFunction, place: str) -> dict[str, Raw]:
+    """Return the keywords of the schema of a function's arguments. Raises InvalidBody."""
+    raw = function.parameters
+    if isinstance(raw, UnsetType) or bytes(raw).strip() in (b"null", b""):
+        return NO_PARAMETERS
+    check(bytes(raw).lstrip().startswith(b"{"), place, "must be an object, a JSON schema")
+    found = read_typed(_SCHEMA, bytes(raw))
+    check(bytes(found.get("type", OBJECT)) == b'"object"', f"{place}.type", "must be object")
+    return found
+
+
+def name_results(messages: Sequence[dict[str, Any]]) -> None:
+    """Give results of tools the names of the functions that were called: templates of Hermes want them."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call.get("id", "")] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message:
+            called = names.get(message.get("tool_call_id") or "")
+            if called is not None:
+                message["name"] = called
+
+
+def read_past_calls(given: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any]]:
+    """Return the calls of a message of the assistant as chat templates take them: arguments are objects.
+    Raises InvalidBody."""
+    found = []
+    for i, each in enumerate(given):
+        at = f"{place}[{i}]"
+        try:
+            call = msgspec.convert(each, PastCall)
+        except msgspec.ValidationError as fault:
+            check(False, at, f"is no call of a function: {str(fault)[:200]}")
+            raise
+        check(call.type == "function", f"{at}.type", f"'{call.type:.64}' is not supported")
+        arguments = _read_arguments(call.function.arguments, f"{at}.function.arguments")
+        written: dict[str, Any] = {"id": call.id} if call.id is not None else {}
+        function = {"name": call.function.name, "arguments": arguments}
+        found.append({**written, "type": "function", "function": function})
+    return found
+
+
+def _read_arguments(given: object, place: str) -> dict[str, Any]:
+    if given is None or given == "":
+        return {}
+    if isinstance(given, str):
+        check(given.lstrip().startswith("{"), place, "must be a JSON object")
+        try:
+            return read_typed(_OBJECT, given.encode("utf-8", "surrogatepass"))
+        except ServeError as fault:
+            raise InvalidBody(f"`{place}` must be a JSON object: {fault.message}", place) from None
+    check(isinstance(given, dict), place, "must be a JSON object")
+    return cast("dict[str, Any]", given)
+
+
+class ToolCall(NamedTuple):
+    """A call of a whole answer; `arguments` is the text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def write(self) -> dict[str, Any]:
+        """Return an item of `message.tool_calls`."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def write_call_part(part: AnswerPart) -> dict[str, Any]:
+    """Return an item of `delta.tool_calls`."""
+    if not part.name:
+        return {"index": part.call, "function": {"arguments": part.text}}
+    return {"index": part.call, **ToolCall(part.id, part.name, part.text).write()}
+
+
+class ToolReader:
+    """Finds the calls in one sequence. Without `parallel`, those after the first are left out."""
+
+    def __init__(self, form: CallFormat, use: ToolUse) -> None:
+        self._parser, self._form = CallParser(form, use.names), form
+        self._most = sys.maxsize if use.parallel else 1
+
+    @property
+    def calls(self) -> bool:
+        """Whether the answer, which has ended, ends in a whole call."""
+        return self._parser.calls > 0 and self._parser.complete
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        """Return the parts that more text completes."""
+        return self._take(self._parser.feed(text))
+
+    def end(self) -> list[AnswerPart]:
+        """Return the rest."""
+        return self._take(self._parser.end())
+
+    def read(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Return the content of a whole answer, and its calls."""
+        content: list[str] = []
+        begun: list[tuple[str, str, list[str]]] = []
+        for part in [*self.feed(text), *self.end()]:
+            if part.call < 0:
+                content.append(part.text)
+            elif part.name:
+                begun.append((part.id, part.name, []))
+            else:
+                begun[-1][2].append(part.text)
+        return "".join(content), [ToolCall(id, name, "".join(pieces)) for id, name, pieces in begun]
+
+    def _take(self, parts: list[AnswerPart]) -> list[AnswerPart]:
+        kept = [part for part in parts if part.call < self._most]
+        return [part._replace(id=self._form.make_id()) if part.name else part for part in kept]
+
+
+class ToolPlan(NamedTuple):
+    """How the calls of one request's answers are written and read. Without a form, calls stay text."""
+
+    use: ToolUse
+    form: CallFormat | None = None
+    grammar: Grammar | None = None
+    """The language of the whole answer."""
+    marks: Sequence[str] = ()
+    """Tokens that have to be part of the text."""
+
+    def reader(self) -> ToolReader | None:
+        """Return the reader of one sequence."""
+        return None if self.form is None else ToolReader(self.form, self.use)
+
+
+async def plan_calls(use: ToolUse, model: TextModel, content: Grammar | None) -> ToolPlan:
+    """Return how a model is to call tools, in answers of which the content belongs to a grammar. Raises
+    ServeError."""
+    template = await model.tool_template()
+    check(bool(template), "tools", NO_PLACE.format(model.name))
+    named = model.tool_parser
+    if named == "none":
+        check(use.choice == "auto", "tool_choice", NOT_PARSED.format(model.name))
+        return ToolPlan(use, grammar=content)
+    form = detect_format(template) if named == "auto" else FORMATS[named]
+    if form is None:
+        raise InvalidBody(f"`tools` {UNKNOWN_FORM.format(model.name)}", "tools")
+    fits = content is None or content.kind == "json_schema"
+    check(fits, "tools", "cannot be combined with a grammar other than a JSON schema")
+    text = GrammarText(use, form, model.tokenizer).write(content, model.info.grammars)
+    grammar = None if text is None else Grammar("lark", text)
+    return ToolPlan(use, form, grammar, [mark for mark in (form.begin, form.close) if mark])
+
+
+class GrammarText:
+    """Writes the grammar of an answer with calls, in Lark's syntax as llguidance reads it."""
+
+    def __init__(self, use: ToolUse, form: CallFormat, tokenizer: Tokenizer) -> None:
+        self._use, self._form, self._tokenizer = use, form, tokenizer
+
+    def write(self, content: Grammar | None, can: bool) -> str | None:
+        """Return the grammar; None for any text. Unless the model `can` follow grammars, those of strict
+        tools are left out."""
+        use, form = self._use, self._form
+        if use.choice == "required":
+            return self._rules("start: calls", self._mark(form.begin))
+        if content is not None:
+            schema = write_schema(_read_keywords(content.text))
+            start = f"start: calls | content\ncontent: %json {schema}"
+            return self._rules(start, self._mark(form.begin))
+        if not can or form.bare or not any(function.strict for function in use.functions):
+            return None
+        token = self._tokenizer.added_token(form.begin)
+        if token is None:
+            ends = f"text[suffix={json.dumps(form.begin)}]: ANY\nANY: /(?s:.*)/"
+            return self._rules(f"start: ANY | calls\n{ends}", "text", strictly=False)
+        return self._rules(f"start: free* calls?\nfree: <[^{token}]>", f"<[{token}]>", strictly=False)
+
+    def _rules(self, start: str, first: str, *, strictly: bool = True) -> str:
+        """Return all rules. `first` matches up to the first mark of a call; `strictly`, the arguments of
+        every function belong to its schema."""
+        use, form = self._use, self._form
+        begin, end = self._mark(form.begin), self._mark(form.close)
+        more = f"{{0,{MOST_CALLS - 1}}}"
+        if form.bare:
+            calls = "function"
+        elif form.open:
+            others = f'(", " function){more}' if use.parallel else ""
+            calls = f'{first} " "? {self._mark(form.open)} function {others} {end}'
+        else:
+            one = f'"\\n" function "\\n" {end}'
+            others = f'("\\n" {begin} {one}){more}' if use.parallel else ""
+            calls = f"{first} {one} {others}"
+        written = [start, f"calls: {calls}"]
+        functions = [each for each in use.functions if use.named in ("", each.name)]
+        written.append("function: " + " | ".join(f"f{i}" for i in range(len(functions))))
+        for i, function in enumerate(functions):
+            before = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
+            keywords = keywords_of(function) if strictly or function.strict else {"type": OBJECT}
+            written.append(f'f{i}: {json.dumps(before)} a{i} "}}"')
+            written.append(f"a{i}: %json {write_schema(keywords)}")
+        return "\n".join(written)
+
+    def _mark(self, text: str) -> str:
+        token = self._tokenizer.added_token(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def keywords_of(function: ToolFunction) -> dict[str, Any]:
+    """Return the keywords of the schema of a function's arguments, an object. Where it lists properties and
+    says nothing of others, there are no others: a model cannot make parameters up."""
+    given = _read_parameters(function, "parameters")
+    closed = "properties" in given and not OPEN_KEYS & given.keys()
+    return {"type": OBJECT, **given, **({"additionalProperties": False} if closed else {})}
+
+
+def _read_keywords(text: str) -> dict[str, Raw]:
+    """Return the keywords of a schema that the content belongs to. Raises InvalidBody."""
+    try:
+        return _SCHEMA.read(text)
+    except ServeError as fault:
+        raise InvalidBody(f"the json schema cannot be used: {fault.message}") from None
+
+
+def write_schema(keywords: Mapping[str, Any]) -> str:
+    """Return a schema as a grammar has it."""
+    return _encode({**keywords, "x-guidance": COMPACT}).decode()

@@ -1,0 +1,364 @@
+"""Tools of chats over scripted models: what the model is shown, the calls in its answer, whole and streamed,
+by openai's client and by plain ones; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastserve.backends.llm.protocols import TextRequest
+from fastserve.codec.generation import Info
+from fastserve.dialects.openai.tools import MOST_TOOL_BYTES, MOST_TOOLS
+from fastserve.settings import TextgenOptions
+from tests.dialects.text_common.likely import Likely
+from tests.dialects.text_common.serving import Local, Reply
+from tests.late import Late
+from tests.text_rig import Said, Scripted
+
+openai, pydantic = Late("openai"), Late("pydantic")
+CHAT = "/v1/chat/completions"
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+OTHER = {"type": "function", "function": {"name": "stop"}}
+TEMPLATE = """{% if tools %}tools{% for tool in tools %} {{ tool | tojson }}{% endfor %}{{ '\\n' }}{% endif %}
+{% for message in messages %}
+{{ message.role }}{{ ' ' ~ message.name if message.name }}:{{ message.content or '' }}{{ '\\n' }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>
+{% endfor %}
+{% endfor %}"""
+SAID = ["Let ", "me see.", "\n", "<tool_", 'call>\n{"name": "get_', 'weather", "argum']
+SAID += [
+    'ents": {"city": "Par',
+    'is"}}',
+    "\n</tool",
+    "_call>",
+    '\n<tool_call>{"name": "stop"',
+    "}</tool_call>",
+]
+PARIS = '{"city": "Paris"}'
+
+
+def script(pieces: list[str]) -> list[Said]:
+    return [*((100 + i, piece) for i, piece in enumerate(pieces)), (2, "")]
+
+
+TAKES_TEXT = Info(vocab_size=1 << 20, tokenizer="", slots=64, max_tokens=20_000, max_new_tokens=10_000)
+
+
+def models() -> dict[str, Scripted]:
+    return {
+        "m1": Likely(script(SAID), eos={2}, info=TAKES_TEXT),
+        "talks": Scripted(script(["Hello", " world"]), eos={2}, info=TAKES_TEXT),
+        "many": Scripted(
+            script(['<tool_call>{"name": "stop"}</tool_call>\n'] * 100), eos={2}, info=TAKES_TEXT
+        ),
+        "endless": Scripted(
+            script(['<tool_call>{"name": "stop", "arguments": ["', "x "])[:-1], info=TAKES_TEXT
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Local(models(), TextgenOptions(), folder=folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(server: Local) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(server: Local, model: str = "m1", **more: Any) -> Reply:
+    return server.post(CHAT, {"model": model, "messages": USER, "tools": [WEATHER, OTHER], **more})
+
+
+def choice_of(reply: Reply) -> Any:
+    assert reply.status == 200, reply
+    (choice,) = reply.json["choices"]
+    return choice
+
+
+def prompt_of(server: Local, **more: Any) -> str:
+    assert ask(server, "talks", **more).status == 200
+    request: TextRequest = server.models["talks"].seen[-1]  # type: ignore[attr-defined]
+    return request.note.text
+
+
+def refused(reply: Reply, param: str | None, words: str) -> None:
+    error = reply.json["error"]
+    assert (reply.status, error["param"]) == (400, param), reply
+    assert words in error["message"], error
+
+
+def test_calls_in_a_whole_answer(server: Local) -> None:
+    choice = choice_of(ask(server))
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("Let me see.", "tool_calls")
+    first, second = message["tool_calls"]
+    assert first["type"] == second["type"] == "function"
+    assert re.fullmatch("call_[0-9a-f]{24}", first["id"])
+    assert first["id"] != second["id"]
+    assert first["function"] == {"name": "get_weather", "arguments": PARIS}
+    assert second["function"] == {"name": "stop", "arguments": "{}"}
+
+
+def test_calls_in_a_stream(client: openai.OpenAI) -> None:
+    """As OpenAI sends them: the index with each part, id, type and name with the first of a call."""
+    chunks = list(
+        client.chat.completions.create(model="m1", messages=USER, tools=[WEATHER, OTHER], stream=True)
+    )
+    for chunk in chunks:
+        pydantic.TypeAdapter(openai.types.chat.ChatCompletionChunk).validate_python(chunk.model_dump())
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
+    parts = [part for delta in deltas for part in delta.tool_calls or []]
+    assert [(part.index, part.function.name, part.function.arguments) for part in parts] == [
+        *((0, "get_weather", ""), (0, None, '{"city": "Par'), (0, None, 'is"}')),
+        *((1, "stop", ""), (1, None, "{}")),
+    ]
+    assert [(part.id is None, part.type) for part in parts] == [
+        *((False, "function"), (True, None), (True, None)),
+        *((False, "function"), (True, None)),
+    ]
+
+
+def test_openais_helper_of_streams(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="m1", messages=USER, tools=[WEATHER, OTHER]) as stream:
+        kinds = {event.type for event in stream}
+        found = stream.get_final_completion().choices[0]
+    assert {
+        "tool_calls.function.arguments.delta",
+        "tool_calls.function.arguments.done",
+        "content.delta",
+    } <= kinds
+    assert (found.message.content, found.finish_reason) == ("Let me see.", "tool_calls")
+    assert [call.function.arguments for call in found.message.tool_calls] == [PARIS, "{}"]
+
+
+def test_openais_parse(client: openai.OpenAI) -> None:
+    weather = pydantic.create_model("get_weather", city=(str, ...))
+    found = client.chat.completions.parse(
+        model="m1", messages=USER, tools=[openai.pydantic_function_tool(weather)], parallel_tool_calls=False
+    )
+    (call,) = found.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == weather(city="Paris")
+
+
+def test_one_call_where_calls_are_not_parallel(server: Local) -> None:
+    choice = choice_of(ask(server, parallel_tool_calls=False))
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+    *events, done = ask(server, parallel_tool_calls=False, stream=True).body.split(b"\n\n")[:-1]
+    assert done == b"data: [DONE]"
+    chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    assert {part["index"] for chunk in chunks for part in chunk["delta"].get("tool_calls", [])} == {0}
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_as_many_calls_as_the_model_writes(server: Local) -> None:
+    calls = choice_of(ask(server, "many"))["message"]["tool_calls"]
+    assert len({call["id"] for call in calls}) == len(calls) == 100
+
+
+def test_an_answer_without_calls(server: Local) -> None:
+    choice = choice_of(ask(server, "talks"))
+    assert choice["message"] == {"role": "assistant", "content": "Hello world", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_an_answer_that_is_cut_within_a_call(server: Local) -> None:
+    choice = choice_of(ask(server, max_tokens=7))
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["arguments"], choice["finish_reason"]) == ('{"city": "Par', "length")
+    choice = choice_of(ask(server, max_tokens=5))
+    assert choice["message"]["content"] == 'Let me see.\n<tool_call>\n{"name": "get_'
+    choice = choice_of(ask(server, stop=["Par"]))
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["arguments"], choice["finish_reason"]) == ('{"city": "', "stop")
+
+
+def test_scores_beside_calls(server: Local) -> None:
+    """Every token has its score once, whole and streamed."""
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 1}
+    whole = choice_of(ask(server, **asked))["logprobs"]["content"]
+    events = ask(server, stream=True, **asked).body.split(b"\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    streamed = [one for chunk in chunks if chunk["logprobs"] for one in chunk["logprobs"]["content"]]
+    assert len(whole) == len(SAID) + 1
+    assert streamed == whole
+
+
+def test_several_choices(server: Local) -> None:
+    reply = ask(server, n=3)
+    ids = {call["id"] for choice in reply.json["choices"] for call in choice["message"]["tool_calls"]}
+    assert len(ids) == 6
+
+
+def test_a_call_that_never_ends(server: Local) -> None:
+    """10,000 tokens of it end by max_tokens, and every one of them arrives."""
+    events = ask(server, "endless", stream=True).body.split(b"\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", [])]
+    assert "".join(part["function"]["arguments"] for part in parts) == '["' + "x " * 9999
+    assert chunks[-1]["finish_reason"] == "length"
+
+
+# --- what the model is shown
+
+
+def test_the_template_gets_the_tools_as_they_are_sent(server: Local) -> None:
+    """With a description and parameters, on which templates count."""
+    odd = {"name": "f", "x": 1, "parameters": {"type": "object"}, "description": "d", "return": {}}
+    shown = [{"type": "function", "function": odd}, WEATHER]
+    expected = " ".join(json.dumps(each) for each in shown)
+    assert prompt_of(server, tools=shown) == f"tools {expected}\nuser:hi\n"
+    bare = {"name": "stop", "description": "", "parameters": {"type": "object", "properties": {}}}
+    for given in (OTHER, tool("stop", description=None, parameters=None)):
+        full = json.dumps({"type": "function", "function": bare})
+        assert prompt_of(server, tools=[given]) == f"tools {full}\nuser:hi\n"
+
+
+def test_tools_that_are_not_to_be_called_are_not_shown(server: Local) -> None:
+    assert prompt_of(server, tool_choice="none") == prompt_of(server, tools=[]) == "user:hi\n"
+    choice = choice_of(ask(server, tool_choice="none"))
+    assert "<tool_call>" in choice["message"]["content"]
+    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
+
+
+def test_calls_and_their_results_are_shown(server: Local) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
+    bare = {"id": "call_2", "function": {"name": "stop", "arguments": ""}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call, bare]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
+        {"role": "tool", "tool_call_id": "call_2", "name": "own", "content": "ok"},
+    ]
+    assert prompt_of(server, messages=messages, tools=None) == (
+        "user:hi\nassistant:\n"
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+        '<tool_call>{"name": "stop", "arguments": {}}</tool_call>\ntool get_weather:rain\ntool own:ok\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "param", "words"),
+    [
+        ({"function": {"name": "f", "arguments": "{"}}, "[0].function.arguments", "must be a JSON object"),
+        ({"function": {"name": "f", "arguments": "[1]"}}, "[0].function.arguments", "must be a JSON object"),
+        ({"function": {"name": "f", "arguments": [1]}}, "[0].function.arguments", "must be a JSON object"),
+        ({"function": {"arguments": "{}"}}, "[0]", "missing required field `name`"),
+        ({"type": "custom", "function": {"name": "f"}}, "[0].type", "'custom' is not supported"),
+    ],
+)
+def test_past_calls_that_are_none(server: Local, call: Any, param: str, words: str) -> None:
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    refused(ask(server, messages=messages), f"messages[1].tool_calls{param}", words)
+
+
+# --- what is refused
+
+
+def tool(name: Any = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": "x"}, "tools", "expected array"),
+        ({"tools": [7]}, "tools[0]", "expected object"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+        ({"tools": [tool(None)]}, "tools[0].function.name", "expected str"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name", "must be 1 to 64 letters"),
+        ({"tools": [tool("a" * 65)]}, "tools[0].function.name", "must be 1 to 64 letters"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name", "'f' is the name of a tool before it"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "must be an object"),
+        (
+            {"tools": [tool(parameters={"type": "array"})]},
+            "tools[0].function.parameters.type",
+            "must be object",
+        ),
+        ({"tools": [{**tool(), "type": "custom"}]}, "tools[0].type", "'custom' is not supported"),
+        ({"tools": [tool(f"f{i}") for i in range(MOST_TOOLS + 1)]}, "tools", f"at most {MOST_TOOLS}"),
+        ({"tools": [tool(description="x" * MOST_TOOL_BYTES)]}, "tools", f"at most {MOST_TOOL_BYTES}"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "wants `tools`"),
+        ({"tool_choice": "nobody"}, "tool_choice", "names 'nobody', which is none of `tools`"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of `tools`"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "'allowed_tools' is not supported"),
+        ({"tool_choice": 7}, "tool_choice", "expected str | object"),
+        ({"parallel_tool_calls": "x"}, "parallel_tool_calls", "expected bool"),
+        ({"guided_regex": "a"}, "tools", "cannot be combined with a grammar other than a JSON schema"),
+        ({"functions": [tool()["function"]]}, "functions", "is not supported"),
+        ({"function_call": {"name": "f"}}, "function_call", "is not supported"),
+    ],
+)
+def test_what_is_refused(server: Local, fields: Any, param: str, words: str) -> None:
+    refused(ask(server, **fields), param, words)
+
+
+def test_a_call_that_has_to_come_needs_grammars(server: Local) -> None:
+    for choice in ("required", "stop", {"type": "function", "function": {"name": "stop"}}):
+        reply = ask(server, tool_choice=choice)
+        assert (reply.status, reply.json["error"]["code"]) == (400, "not_supported")
+        assert "pip install llguidance" in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0].content }} tools <tool_call>", "has no place for tools"),
+        (
+            "{% for tool in tools or [] %}{{ tool }}{% endfor %}{{ messages }}",
+            "calls in a form that is not known here",
+        ),
+    ],
+)
+def test_templates_that_do_not_do(tmp_path: Path, template: str, words: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with Local(
+        {"m1": Scripted(script(["a"]), eos={2}, info=TAKES_TEXT)}, TextgenOptions(), folder=tmp_path
+    ) as at:
+        refused(ask(at), "tools", words)
+        assert ask(at, tools=None).status == 200
+        assert ask(at, tool_choice="none").status == 200
+
+
+def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
+    """They are left out of texts, and yet begin calls: in Mistral's form, with ids as its templates want."""
+    scribe = Path(__file__).parents[3] / "fastserve/demo/scribe/1"
+    known = json.loads((scribe / "tokenizer.json").read_text())
+    special = known["added_tokens"][0]
+    known["added_tokens"].append({**special, "id": 3072, "content": "[TOOL_CALLS]"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(known))
+    shutil.copy(scribe / "tokenizer_config.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}{{ messages[0].content }}[TOOL_CALLS]")
+    said: list[Said] = [(101, "So. "), (3072, None), (102, '[{"name": "f", "arguments": {}}]'), (0, None)]
+    info = Info(vocab_size=4000, slots=64)
+    with Local({"m1": Scripted(said, eos={0}, info=info)}, TextgenOptions(), folder=tmp_path) as at:
+        for asked in ({}, {"stop": ["So. x"]}):
+            message = choice_of(ask(at, tools=[tool()], **asked))["message"]
+            (call,) = message["tool_calls"]
+            assert (message["content"], call["function"]) == ("So.", {"name": "f", "arguments": "{}"})
+            assert re.fullmatch("[A-Za-z0-9]{9}", call["id"])
+        message = choice_of(ask(at, tools=None))["message"]
+        assert message["content"] == 'So. [{"name": "f", "arguments": {}}]'
