@@ -115,7 +115,8 @@ test-extras: build torch extras
 		tests/recipes tests/cli/test_serve_one.py::test_xgboost \
 		-k "xgboost or tensorflow or fastapi or notebook or clients"
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
-		tests/backends/tabular tests/examples/test_tabular.py
+		tests/backends/tabular tests/examples/test_tabular.py tests/repository/test_storage.py \
+		tests/server/models/test_storage.py tests/dialects/openai/test_tools_langchain.py
 	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
 	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips \
 		--extras $(EXTRAS)/extras.json tests/deploy/test_chart.py
@@ -176,7 +177,7 @@ debug: build
 	cp -r tests bench ext pyproject.toml $(DEBUG_TREE)
 	cd $(DEBUG_TREE) && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		$(CURDIR)/$(BIN)/python -m pytest tests/ext tests/fuzz/test_parsers.py --timeout 600 -o faulthandler_timeout=2400 $(ARGS)
+		$(CURDIR)/$(BIN)/python -m pytest tests/ext tests/fuzz/test_parsers.py --timeout 600 -o hang_s=2400 $(ARGS)
 
 # TRITON: a command that starts one, given REPOSITORY --http PORT --grpc PORT --metrics PORT.
 differential: build
@@ -185,7 +186,7 @@ differential: build
 # Two at a time, the files with most cases first. What compares times (`alone`) waits until nothing else runs.
 torture: build torch
 	$(BIN)/python -m pytest -p tests.forks --forks $(call forks,2,1) -m "torture or hypothesis" \
-		--timeout 3600 -o faulthandler_timeout=7200 --hypothesis-profile torture --durations 60 --durations-min 10 $(ARGS)
+		--timeout 3600 -o hang_s=7200 --hypothesis-profile torture --durations 60 --durations-min 10 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastserve/_ext/*.so fastserve/protos/*.binpb fastserve/protos/model_config.py

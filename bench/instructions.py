@@ -4,6 +4,7 @@
     python -m bench.instructions --old ../old/.venv/bin/python tiny grpc-tiny
     python -m bench.instructions --old ../old/.venv/bin/python tiny --functions 20
     python -m bench.instructions --keys tiny grpc-tiny        # without API keys, and with them
+    python -m bench.instructions --traced 1 tiny              # without traces, and with every request traced
 
 The clock of a shared machine differs by a fifth from run to run, a count of instructions by a hundredth (of
 one request at a time by four): it shows what a change adds where no load generator can. What is counted: user
@@ -477,10 +478,10 @@ class CountedServer:
 
 @contextlib.contextmanager
 def counted_server(
-    python: Path, models: Sequence[str], *, worker: bool = False, keys: str = ""
+    python: Path, models: Sequence[str], *, worker: bool = False, keys: str = "", options: Sequence[str] = ()
 ) -> Iterator[CountedServer]:
     """The server of a checkout, named by its interpreter, with models of bench/repository and `text`. `keys`
-    is a file of API keys, which it asks for.
+    is a file of API keys, which it asks for; `options` are further ones of its command line.
 
     Raises RuntimeError with the end of its log when it does not start.
     """
@@ -501,7 +502,7 @@ def counted_server(
         command += [str(python), "-c", LAUNCH, "serve", f"{folder}/models", "--frontends", "1"]
         command += ["--poll-s", "3600"]  # a look at the repository costs more than a few requests
         command += ["--listen", f"127.0.0.1:{port}={DIALECTS}"]
-        command += ["--keys", keys] if keys else []
+        command += [*(("--keys", keys) if keys else ()), *options]
         cores = sorted(os.sched_getaffinity(0))
         with servers.started(f"fastserve of {python}", command, port, cores) as server:
             workload = WORKLOADS[models[0]]
@@ -516,6 +517,8 @@ Way = tuple[str, int]  # row, requests a turn
 HEAD = ("row", "requests a turn", "instructions a request", "system calls")
 HEAD_OF_TWO = (*HEAD[:2], "old", "new", "new / old", "system calls, old", "new")
 HEAD_OF_KEYS = (*HEAD[:2], "without keys", "with keys", "with / without", "system calls, without", "with")
+HEAD_OF_TRACES = (*HEAD[:2], "without traces", "with traces", *HEAD_OF_KEYS[4:])
+NO_COLLECTOR = "http://127.0.0.1:9"  # spans are made, and no further than the exporter's process
 
 
 def measure_keys(python: Path, names: Sequence[str]) -> Iterator[tuple[Way, list[Cost]]]:
@@ -534,6 +537,20 @@ def measure_keys(python: Path, names: Sequence[str]) -> Iterator[tuple[Way, list
             row = replace(rows[name], lines=(*rows[name].lines, header, f"Bearer {made[50][0]}"))
             for connections, streams, turns in row.ways():
                 costs = [one.measure(row, connections, streams, turns) for one in counted]
+                yield (name, connections * streams), costs
+
+
+def measure_traces(python: Path, names: Sequence[str], ratio: float) -> Iterator[tuple[Way, list[Cost]]]:
+    """Each way of each row with what it costs without traces and where a share of requests is traced."""
+    rows = make_rows()
+    traced = ("--otel", NO_COLLECTOR, "--otel-ratio", str(ratio))
+    with contextlib.ExitStack() as stack:
+        contexts = [counted_server(python, MODELS), counted_server(python, MODELS, options=traced)]
+        with ThreadPoolExecutor(2) as pool:
+            counted = list(pool.map(stack.enter_context, contexts))
+        for name in names:
+            for connections, streams, turns in rows[name].ways():
+                costs = [one.measure(rows[name], connections, streams, turns) for one in counted]
                 yield (name, connections * streams), costs
 
 
@@ -585,19 +602,40 @@ def print_functions(way: Way, costs: Sequence[Cost], count: int) -> None:
 @click.option("--functions", default=0, help="Print so many functions that differ most, for each row.")
 @click.option("--worker", is_flag=True, help="Count the worker of `tiny` in place of the front process.")
 @click.option("--keys", is_flag=True, help="Compare the server without API keys and with them.")
+@click.option(
+    "--traced", type=click.FloatRange(0, 1),
+    help="Compare the server without traces and with this share of requests traced.",
+)  # fmt: skip
 def main(
-    names: tuple[str, ...], old: Path | None, new: Path, functions: int, worker: bool, keys: bool
+    names: tuple[str, ...],
+    old: Path | None,
+    new: Path,
+    functions: int,
+    worker: bool,
+    keys: bool,
+    traced: float | None,
 ) -> None:
     if shutil.which("valgrind") is None:
         raise click.ClickException("valgrind is needed and not installed: apt-get install valgrind")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every server is stopped on the way out
     chosen = names or (("tiny", "grpc-tiny") if worker else tuple(make_rows()))
-    head = HEAD_OF_KEYS if keys else HEAD if old is None else HEAD_OF_TWO
+    if keys:
+        head: tuple[str, ...] = HEAD_OF_KEYS
+    elif traced is not None:
+        head = HEAD_OF_TRACES
+    else:
+        head = HEAD if old is None else HEAD_OF_TWO
     print_row(head)
     print("|---|" + "---:|" * (len(head) - 1))
     taken = []
     pythons = [one.absolute() for one in (old, new) if one is not None]
-    for way, costs in measure_keys(pythons[-1], chosen) if keys else measure(pythons, chosen, worker):
+    if keys:
+        measured = measure_keys(pythons[-1], chosen)
+    elif traced is not None:
+        measured = measure_traces(pythons[-1], chosen, traced)
+    else:
+        measured = measure(pythons, chosen, worker)
+    for way, costs in measured:
         print_row(cells_of(way, costs))
         taken.append((way, costs))
     for way, costs in taken if functions else ():

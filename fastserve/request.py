@@ -65,7 +65,8 @@ class InferRequest:
     place (engine/device_memory.py): `data` of such a tensor has the right size, but not the bytes.
     `borrowed` is set where the inputs' memory is used again (engine/relay/). `account` is what the request is
     counted for, and whose turn it needs under overload: that of the task that makes it. `trace` is set by the
-    engine for a request that is traced, and filled with the batches that its rows were in.
+    engine while a traced request runs, and filled with the batches that its rows were in; a step of an
+    ensemble comes with the ensemble's.
     """
 
     inputs: dict[str, Tensor]

@@ -10,7 +10,7 @@ bytes, in row-major order. That is also the raw form of KServe V2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from fastserve.errors import ServeError, invalid
@@ -93,6 +93,8 @@ class TensorSpec:
     name: str
     dtype: DType
     shape: tuple[int, ...] | None
+    columns: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the places of its last axis, where the model knows them: the columns of its training table."""
 
     @property
     def row_bytes(self) -> int | None:

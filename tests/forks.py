@@ -36,8 +36,8 @@ from tests import alone
 
 Items = range
 """Positions of one file's tests among the session's."""
-THREADS = "OMP_NUM_THREADS"
-"""How many OpenMP and OpenBLAS start; read by them when they are loaded."""
+AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+"""Read by libraries that are imported: OpenMP and OpenBLAS start no threads, no hub is asked for models."""
 
 
 class Shares:
@@ -93,18 +93,24 @@ class Forks:
     def __init__(self, count: int) -> None:
         self._count = count
         self._processes: dict[Connection, Process] = {}
+        self._servers_own: frozenset[str] = frozenset()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self) -> Generator[None, object, object]:
         """Libraries that are imported meanwhile start no threads: a process that is forked has none of them,
         and GNU's OpenMP would wait for them for ever."""
-        if THREADS in os.environ:
-            return (yield)
-        os.environ[THREADS] = "1"
+        before = {name: os.environ.get(name) for name in AT_IMPORT}
+        os.environ.update({name: value for name, value in AT_IMPORT.items() if before[name] is None})
         try:
-            return (yield)
+            result = yield
+            if warm := sys.modules.get("tests.warm"):
+                self._servers_own = warm.import_torch()
+                warm.freeze_for_good()
+            return result
         finally:
-            del os.environ[THREADS]
+            for name in AT_IMPORT:
+                if before[name] is None:
+                    del os.environ[name]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
@@ -157,6 +163,8 @@ class Forks:
         ours.close()
         for line in self._processes:
             line.close()
+        if self._servers_own:
+            sys.modules["tests.warm"].ZYGOTES.fork_with_torch(self._servers_own)
         run_share(session, theirs, number)
 
     def _hear(self, session: pytest.Session, process: Process, shares: Shares, lost: list[str]) -> None:

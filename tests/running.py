@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -32,11 +32,12 @@ half of one."""
 
 
 def until(true: Callable[[], object], what: str, limit_s: float = WAIT_S) -> None:
-    """Look again and again until something is so."""
-    end = time.monotonic() + limit_s
+    """Look again and again until something is so: the less often, the longer it takes."""
+    began = time.monotonic()
     while not true():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.002)
+        waited_s = time.monotonic() - began
+        assert waited_s < limit_s, f"never: {what}"
+        time.sleep(min(0.002 + waited_s / 20, 0.1))
 
 
 def free_port() -> int:
@@ -52,15 +53,32 @@ def free_port() -> int:
 Started = subprocess.Popen[bytes] | warm.WarmProcess
 
 
-def start(command: list[str], stderr: int, *, torch: bool = False) -> Started:
-    """Start a server, warm where it can be; its standard output is a pipe."""
+def start(
+    command: list[str], stderr: int, *, torch: bool = False, more: Mapping[str, str] | None = None
+) -> Started:
+    """Start a server, warm where it can be, with `more` variables; its standard output is a pipe."""
     interpreter, option, *rest = command
+    environment = {**os.environ, **(more or {})}
     zygote = None
     if (interpreter, option) == (sys.executable, "-m"):
-        zygote = warm.ZYGOTES.find(os.environ, torch=torch)
+        zygote = warm.ZYGOTES.find(environment, torch=torch)
     if zygote is not None:
-        return warm.start_server(zygote, rest[0], rest[1:], os.environ, stderr)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
+        return warm.start_server(zygote, rest[0], rest[1:], environment, stderr)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
+
+
+@contextlib.contextmanager
+def started(*arguments: str, stderr: int | None = None) -> Iterator[Started]:
+    """`fastserve ARGUMENTS`, started warm where it can be; its standard error is lost unless it is given."""
+    with open(os.devnull, "wb") as null:
+        process = start([sys.executable, "-m", CLI, *arguments], null.fileno() if stderr is None else stderr)
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -79,7 +97,7 @@ class Running:
 
     def __init__(
         self,
-        repository: Path,
+        repository: Path | str,
         log: Path,
         *options: str,
         http: str = FREE,
@@ -91,6 +109,7 @@ class Running:
         quick = ("--drain-delay-s", "0")  # first: a test that looks at it names it again
         self._command = [sys.executable, "-m", module, "serve", str(repository), *quick, *options]
         self._torch = torch or module == WITH_SIMULATED_DEVICES
+        self._more: dict[str, str] = {}  # variables of its environment
         self.log = log
         self._ends = ends  # the exit status
         self.http, self.grpc = http, grpc
@@ -111,7 +130,7 @@ class Running:
         return self
 
     def _start(self, command: list[str], stderr: int) -> Started:
-        return start(command, stderr, torch=self._torch)
+        return start(command, stderr, torch=self._torch, more=self._more)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None

@@ -206,7 +206,7 @@ def test_a_model_config_travels_as_plain_values() -> None:
         (
             {"backend": "tf"},
             'backend: given "tf", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, '
-            "lightgbm, catboost, treelite, text, ",
+            "lightgbm, catboost, treelite, transformers, text, ",
         ),
         ({"inputs": {}}, "inputs: given nothing, allowed: a mapping of name: dtype, shape"),
         ({"outputs": {}}, "outputs: given nothing"),

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 # Imported where they are wanted, with a sentence that says what to install.
 OPTIONAL = {
-    *("catboost", "flask", "joblib", "lightgbm", "onnxruntime", "pandas", "pillow", "pyzmq", "ray"),
+    *("catboost", "flask", "joblib", "lightgbm", "llguidance"),
+    *("obstore", "onnxruntime", "pandas", "pillow", "pyzmq", "ray"),
     *("safetensors", "scikit-learn", "skops", "tensorflow", "torch", "transformers", "treelite"),
     *("werkzeug", "xgboost"),
 }

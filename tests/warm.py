@@ -14,8 +14,9 @@ starts has to be the same (READ_AT_START); else a process starts by exec. So doe
 command of their own: those of environments, command lines and imports. `under(environment)` lets processes of
 another environment have a zygote.
 
-torch and transformers take 3 s of CPU to import. A second zygote has imported them: for fork servers, for
-workers with a simulated device, and for what starts while `with_torch()` is entered.
+torch and transformers take 3 to 7 s of CPU to import. A second zygote has imported them: for fork servers,
+for workers with a simulated device, and for what starts while `with_torch()` is entered. In a process of
+tests/forks.py it is forked, with what collecting the tests has imported; elsewhere it imports for itself.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import array
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
@@ -183,7 +186,7 @@ class Zygotes:
             self.found = [one for one in self.found if one[0].lives()]
             fit = {has: zygote for zygote, has in self.found if zygote.fits(environment)}
             if not self._may_start:
-                return next(iter(fit.values()), None)
+                return fit.get(torch, fit.get(False))
             if torch not in fit:
                 began = read_at_start(environment)
                 if began not in [read_at_start(one) for one in self._environments]:
@@ -199,6 +202,19 @@ class Zygotes:
             self._environments.append(dict(os.environ))
             start_workers_warm()
         self.find(os.environ)
+
+    def fork_with_torch(self, servers_own: frozenset[str]) -> None:
+        """Fork the zygote with torch, in a process that has run no test and has one thread. `servers_own`:
+        the names of the modules that a server imports."""
+        environment = dict(os.environ)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            become_zygote(theirs.fileno(), servers_own)
+        theirs.close()
+        atexit.register(os.waitpid, pid, 0)
+        atexit.register(os.kill, pid, signal.SIGKILL)
+        self.found.append((Zygote(pid, ours, environment), True))
 
     @contextlib.contextmanager
     def under(self, environment: Mapping[str, str]) -> Iterator[None]:
@@ -240,6 +256,49 @@ def spawn_zygote(environment: Mapping[str, str], *, torch: bool) -> Zygote:
     atexit.register(process.wait)
     atexit.register(process.kill)
     return Zygote(process.pid, ours, environment)
+
+
+_FREEZING = gc.freeze, gc.unfreeze
+
+
+def freeze_for_good() -> None:
+    """Leave what this process holds now out of all later collections. A model of a thread that ends unfreezes
+    all there is, to find its own garbage (workers/thread_host.py): with torch and the tests that took 0.3 s
+    of CPU each time, and in a forked process a copy of every page. So nothing here is frozen or unfrozen from
+    now on, and such a model is found among what is younger."""
+    gc.collect()
+    _FREEZING[0]()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def import_torch() -> frozenset[str]:
+    """Import what workers with torch need, where tests have imported torch. Return the names of the modules
+    that a server imports; none where there is no torch."""
+    if not {"torch", "transformers"} <= sys.modules.keys():
+        return frozenset()
+    for name in (*SERVER_MODULES, *WORKER_MODULES, *TORCH_MODULES):
+        importlib.import_module(name)
+    program = f"import {', '.join(SERVER_MODULES)}, sys; print(*sys.modules)"
+    return frozenset(subprocess.check_output([sys.executable, "-c", program], text=True).split())
+
+
+def become_zygote(line_fd: int, servers_own: frozenset[str]) -> NoReturn:
+    """Make a process that was forked from the suite's a zygote: nothing of pytest is heard or held."""
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    sys.meta_path[:] = [one for one in sys.meta_path if "pytest" not in type(one).__module__]
+    logging.getLogger().handlers.clear()
+    faulthandler.disable()
+    ZYGOTES.found.clear()
+    # What had these descriptors is never collected: the frames that fork do not end.
+    os.closerange(3, line_fd)
+    os.closerange(line_fd + 1, os.sysconf("SC_OPEN_MAX"))
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"), HF_HUB_OFFLINE="1")
+    ours = {name for name in sys.modules if name.partition(".")[0] in ("__main__", "tests")}
+    WORKERS_OWN.update(sys.modules.keys() - servers_own - ours)
+    gc.freeze, gc.unfreeze = _FREEZING
+    gc.freeze()
+    run_zygote(socket.socket(fileno=line_fd))
 
 
 def start_workers_warm() -> None:
@@ -371,7 +430,7 @@ def become(order: Mapping[str, Any], fds: list[int]) -> NoReturn:
         os.environ.update(order["environment"])
         random.seed()
         sys.modules["numpy"].random.seed()
-        sys.argv = [order["module"], *order["arguments"], *map(str, taken)]
+        sys.argv = [order["module"], *order["arguments"], *map(str, taken), *order.get("more", ())]
         if order["module"] == WORKER:
             status = sys.modules[WORKER].main(sys.argv[1:])
         else:

@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SHORT_LINES = 80
 CYCLE_FILES = 3
-MAX_FILES = 377  # these two are lowered with the figures, and raised with a reason in the commit
-MAX_LINES = 91_370
+MAX_FILES = 400  # these two are lowered with the figures, and raised with a reason in the commit
+MAX_LINES = 101_900
 MAX_SHORT_FILES = 25
 MAX_RELATIVE = 0
 
@@ -271,7 +271,7 @@ def main(prefixes: list[str]) -> int:
         ("docstrings that begin with a relative clause", len(relative), MAX_RELATIVE),
         ("private words", len(denied) + len(compiled), 0),
         ("names of files that are not there", len(lost), 0),
-        ("folders of fewer than 4 or more than 15 files", len(odd), 10),
+        ("folders of fewer than 4 or more than 15 files", len(odd), 11),
     ]
     for what, count, limit in figures:
         print(f"{what}: {count} (at most {limit})")

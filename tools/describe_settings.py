@@ -15,7 +15,14 @@ import msgspec
 
 from fastserve.repository.model_config import NativeConfig, SignatureConfig, TensorConfig, WarmupSample
 from fastserve.settings import ConfigField, ModelEntry, Settings, list_fields
-from fastserve.settings.model_options import RayPlacement, RemotePlacement, TextOptions
+from fastserve.settings.model_options import (
+    RayPlacement,
+    RemotePlacement,
+    RequestLogOptions,
+    ShadowOptions,
+    StickyOptions,
+    TextOptions,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLES: dict[str, type[msgspec.Struct]] = {
@@ -26,6 +33,9 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "signature": SignatureConfig,
     "warmup": WarmupSample,
     "text": TextOptions,
+    "sticky": StickyOptions,
+    "shadow": ShadowOptions,
+    "request_log": RequestLogOptions,
     "remote": RemotePlacement,
     "ray": RayPlacement,
 }
@@ -37,6 +47,9 @@ SERVER_LIMITS = (
     "parallel_loads",
     "load_retries",
     "response_cache_bytes",
+    "memory_budget",
+    "load_wait_s",
+    "load_waiting",
     "tls.handshake_timeout_s",
     "tls.handshakes",
     "tfserving.rest_timeout_ms",

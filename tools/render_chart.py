@@ -24,6 +24,7 @@ RENDERED = {
         "serviceMonitor.enabled=true",
     ),
     "keda.yaml": ("keda.enabled=true", "models.existingClaim=models", "env.FASTSERVE_FRONTENDS=2"),
+    "workers.yaml": ("workers.secret=fastserve-workers", "replicas=1", "models.existingClaim=models"),
 }
 
 

@@ -34,7 +34,7 @@ COMMANDS = {
     "tensorflow-model-server": "Serve with TensorFlow Serving's own flags.",
     "tritonserver": "Serve with Triton's own flags.",
     "kserve-server": "Serve with the flags of KServe's Python servers.",
-    "mlserver": "Serve by MLServer's variables.",
+    "mlserver": "Serve by MLServer's settings.",
 }
 
 
@@ -42,10 +42,8 @@ COMMANDS = {
 MODULES = {
     "run": "serve",
     **dict.fromkeys(("models", "infer"), "client"),
-    **dict.fromkeys(
-        ("grps", "mindie", "tensorflow-model-server", "tritonserver", "kserve-server", "mlserver"),
-        "compatible",
-    ),
+    **dict.fromkeys(("grps", "mindie", "tensorflow-model-server", "tritonserver"), "compatible"),
+    **dict.fromkeys(("kserve-server", "mlserver"), "predictive"),
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,17 @@ import click
 import msgspec
 
 from fastserve.cli.completion import complete_models
-from fastserve.cli.serve import NO_FLAG, ServeCommand, config_option, make_option, read_flags, show_all
+from fastserve.cli.serve import (
+    NO_FLAG,
+    FetchedPlaces,
+    ServeCommand,
+    config_option,
+    make_option,
+    read_flags,
+    settle_models,
+    show_all,
+    single_options,
+)
 from fastserve.errors import ConfigError
 from fastserve.settings import Settings, list_fields, load_settings
 from fastserve.settings.sources import EffectiveSetting, list_effective, read_environment
@@ -26,7 +38,8 @@ ALWAYS_SHOWN = ("repository", "http", "grpc")
 
 
 @click.command(cls=ServeCommand, short_help="Explain what would be served from a folder.")
-@click.argument("repository", metavar="[DIR|demo]", required=False, shell_complete=complete_models)
+@click.argument("repository", metavar="[DIR|FILE|URI|demo]", required=False, shell_complete=complete_models)
+@single_options
 @config_option()
 @click.option("--load/--no-load", default=True, help="Load the models, or only look at their files.")
 @click.option("--all", "show_every", is_flag=True, help="Show settings that have their defaults too.")
@@ -40,10 +53,19 @@ ALWAYS_SHOWN = ("repository", "http", "grpc")
     help="Every flag there is.",
 )
 def check(
-    repository: str | None, config: Path | None, load: bool, show_every: bool, as_json: bool, **flags: Any
+    repository: str | None,
+    name: str,
+    trust_pickle: bool,
+    config: Path | None,
+    load: bool,
+    show_every: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Load the models in DIR as a server would, in worker processes, and tell what is wrong with them:
-    versions, tensors, signatures, and every problem in a server's own words. Nothing listens.
+    versions, tensors, signatures, and every problem in a server's own words. Nothing listens. One model by
+    its FILE or folder, and a repository in an object store, are taken as `fastserve serve` takes them; what a
+    URI names is copied into a temporary folder, so that no server's copy changes.
 
     The settings of such a server come first, each with where it came from: a flag, a variable of the
     environment, the file, or the default. Secrets are not shown.
@@ -56,6 +78,7 @@ def check(
     fastserve check models/
     fastserve check --config fastserve.yaml --all
     fastserve check models/ --no-load --http 0.0.0.0:8000 --keys keys.yaml
+    fastserve check s3://bucket/models
     """
     overrides = read_flags(flags)
     if repository:
@@ -69,7 +92,11 @@ def check(
         refuse_strangers(settings)
         check_traces(settings)
         sizing = count_fronts(settings)
-        report = examine(settings, load=load)
+        overrides.pop("repository", None)
+        other = load_settings(config, overrides, given)
+        with open_places(settings) as places:
+            settings = settle_models(settings, other, places, repository, name, trust_pickle=trust_pickle)
+            report = examine(settings, load=load)
     except ConfigError as fault:
         raise click.ClickException(str(fault)) from None
     if as_json:
@@ -77,6 +104,20 @@ def check(
     else:
         click.echo(write_settings(effective, sizing, every=show_every) + "\n" + report.text(), nl=False)
     sys.exit(0 if report.ok else 1)
+
+
+@contextmanager
+def open_places(settings: Settings) -> Iterator[FetchedPlaces]:
+    """Give what fetches repositories of object stores into a temporary folder. A server's own cache is left
+    alone: a new snapshot there would be served."""
+    with tempfile.TemporaryDirectory(prefix="fastserve-check-") as folder:
+        storage = msgspec.structs.replace(settings.storage, cache=folder)
+        places = FetchedPlaces(msgspec.structs.replace(settings, storage=storage))
+        try:
+            yield places
+        finally:
+            if places.mirror is not None:
+                places.mirror.close()
 
 
 def examine(settings: Settings, *, load: bool) -> Report:

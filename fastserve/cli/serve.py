@@ -18,11 +18,15 @@ import msgspec
 
 from fastserve.cli.completion import complete_models, complete_values
 from fastserve.errors import ConfigError
+from fastserve.repository.storage_sources import is_uri
 from fastserve.settings import ConfigField, Settings, list_fields, load_settings
 from fastserve.settings.sources import CONFIG_VARIABLE, read_environment, variable_of
+from fastserve.util.logs import setup_logs
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from fastserve.repository.storage import Mirror
 
 
 # Path of a setting -> how the flag is written; the rest are derived from the field's path.
@@ -137,11 +141,65 @@ class ServeCommand(click.Command):
         formatter.write_text(BY_ENVIRONMENT)
 
     def get_help(self, ctx: click.Context) -> str:
+        rare: list[click.Option] = []
         if ctx.params.get("help_all"):
-            for parameter in self.params:
-                if isinstance(parameter, click.Option):
-                    parameter.hidden = False
-        return super().get_help(ctx)
+            rare = [one for one in self.params if isinstance(one, click.Option) and one.hidden]
+        for option in rare:
+            option.hidden = False
+        try:
+            return super().get_help(ctx)
+        finally:  # the command may be asked again in this process
+            for option in rare:
+                option.hidden = True
+
+
+class FetchedPlaces:
+    """Local folders of addresses. `mirror` is that of the object store, where one was named."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.mirror: Mirror | None = None
+
+    def __call__(self, place: str) -> Path:
+        """Return a path, or the local copy of what an address names. Raises ConfigError."""
+        if not is_uri(place):
+            return Path(place)
+        from fastserve.repository.storage import open_mirror
+
+        setup_logs(self._settings.log.level, self._settings.log.format, access=False)
+        self.mirror = open_mirror(place, self._settings.storage)
+        return self.mirror.path
+
+
+def settle_models(
+    settings: Settings,
+    other: Settings,
+    fetched: FetchedPlaces,
+    given: str | None,
+    name: str,
+    *,
+    trust_pickle: bool,
+) -> Settings:
+    """Return settings with the models that a command is to serve: those of a repository, the same out of an
+    object store, or one model by its file or folder.
+
+    `given` is the repository that the command line names, and `other` the settings without it: another folder
+    may be named by the file of --config. Raises ConfigError.
+    """
+    from fastserve.repository.single_model import find_single
+
+    remote = is_uri(settings.repository)
+    place = fetched(settings.repository) if remote else Path(given or "")
+    single = find_single(place, name, trust_pickle=trust_pickle) if remote or given is not None else None
+    if (name or trust_pickle) and single is None:
+        raise ConfigError("--name, --trust-pickle: given with a repository, allowed: with one model")
+    if single is not None:
+        settings = settings if given is None else other
+        settings = msgspec.structs.replace(settings, models=(*settings.models, single))
+    if remote:
+        root = "" if single is not None else str(place)
+        settings = msgspec.structs.replace(settings, repository=root)
+    return settings
 
 
 def show_all(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -156,6 +214,20 @@ def config_option(help: str = "Settings in YAML.") -> Callable[[Callable[..., An
     return click.option("--config", type=SETTINGS_FILE, envvar=CONFIG_VARIABLE, help=help)
 
 
+def single_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of one model by its file or folder."""
+    trust = click.option(
+        "--trust-pickle",
+        "--allow-pickle",
+        is_flag=True,
+        help="Open a FILE that is a pickle, which runs its author's code.",
+    )
+    name = click.option(
+        "--name", metavar="NAME", default="", help="What clients call the model of one FILE or folder."
+    )
+    return name(trust(command))
+
+
 def help_all_option() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator that adds `--help-all`, of a ServeCommand."""
     flag: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
@@ -163,18 +235,13 @@ def help_all_option() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @click.command(cls=ServeCommand, short_help="Serve a model repository.")
-@click.argument("repository", metavar="[DIR|FILE|demo]", required=False, shell_complete=complete_models)
-@click.option("--name", metavar="NAME", default="", help="What clients call the model of one FILE or folder.")
-@click.option(
-    "--trust-pickle",
-    "--allow-pickle",
-    is_flag=True,
-    help="Open a FILE that is a pickle, which runs its author's code.",
-)
+@click.argument("repository", metavar="[DIR|FILE|URI|demo]", required=False, shell_complete=complete_models)
+@single_options
 @config_option()
 @help_all_option()
 def serve(repository: str | None, name: str, trust_pickle: bool, config: Path | None, **flags: Any) -> None:
-    """Serve the models in DIR, one model by its file or folder, or the built-in demo models.
+    """Serve the models in DIR, one model by its file or folder, the same out of an object store (s3://, gs://,
+    az://, hf://, https:// of an archive), or the built-in demo models.
 
     \b
     Examples:
@@ -183,27 +250,27 @@ def serve(repository: str | None, name: str, trust_pickle: bool, config: Path | 
       fastserve serve resnet.onnx --name resnet
       fastserve serve models/ --http 127.0.0.1:8501=tfserving --grpc off
       fastserve serve models/ --model-control explicit --load-model resnet
+      fastserve serve s3://bucket/models --storage-poll-s 30
     """
     from fastserve.app.serving import with_app_api
-    from fastserve.repository.single_model import find_single
     from fastserve.server import run
 
     overrides = read_flags(flags)
     try:
-        single = find_single(Path(repository), name, trust_pickle=trust_pickle) if repository else None
-        if repository is not None and single is None:
+        environment = read_environment(os.environ)
+        if repository is not None:
             overrides["repository"] = repository
-        if (name or trust_pickle) and single is None:
-            raise ConfigError("--name, --trust-pickle: given with a repository, allowed: with one model")
-        settings = load_settings(config, overrides, read_environment(os.environ))
-        if single is not None:
-            settings = msgspec.structs.replace(settings, models=(*settings.models, single))
+        settings = load_settings(config, overrides, environment)
+        fetched = FetchedPlaces(settings)
+        overrides.pop("repository", None)
+        other = load_settings(config, overrides, environment)
+        settings = settle_models(settings, other, fetched, repository, name, trust_pickle=trust_pickle)
         settings = with_app_api(settings)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     if not (settings.repository or settings.models or settings.deployment):
         raise click.UsageError("name the folder of a model repository, or `demo`")
-    sys.exit(run(settings))
+    sys.exit(run(settings, mirror=fetched.mirror))
 
 
 serve.params.extend(make_option(field) for field in list_fields(Settings) if field.path not in NO_FLAG)

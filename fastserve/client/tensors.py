@@ -137,8 +137,9 @@ def numpy_type(datatype: str) -> np.dtype[Any]:
     return np.dtype(np.float32 if datatype == BFLOAT16 else dtype.name)
 
 
-def pack(array: Array, datatype: str) -> bytes:
-    """Return the raw form of V2: little-endian, strings with their lengths before them."""
+def pack(array: Array, datatype: str) -> bytes | memoryview:
+    """Return the raw form of V2: little-endian, strings with their lengths before them. It is the array's own
+    memory where that has the form."""
     if datatype == BYTES:
         texts = [one.encode() if isinstance(one, str) else bytes(one) for one in array.reshape(-1)]
         return b"".join(part for one in texts for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
@@ -146,7 +147,7 @@ def pack(array: Array, datatype: str) -> bytes:
         bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return np.where(np.isnan(array), 0x7FC0, nearest).astype("<u2").tobytes()
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
 
 def unpack(data: bytes | memoryview, datatype: str, shape: Sequence[int]) -> Array:

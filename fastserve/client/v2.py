@@ -7,7 +7,7 @@ which block and clients which await share everything else. `HttpQuestions` and `
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -65,6 +65,8 @@ class SentHttp(NamedTuple):
     path: str
     body: bytes = b""
     headers: Mapping[str, str] = {}
+    blobs: Sequence[bytes | memoryview] = ()
+    """Memory of the caller, sent behind the body."""
 
 
 @dataclass
@@ -143,7 +145,7 @@ class HttpQuestions:
             about["parameters"] = {"binary_data_size": len(blob)}
         head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
         headers = {"content-type": BINARY, HEADER_LENGTH: str(len(head))}
-        return ClientQuestion(SentHttp("POST", path, b"".join((head, *blobs)), headers), read_infer)
+        return ClientQuestion(SentHttp("POST", path, head, headers, blobs), read_infer)
 
     def stream(
         self, model: ModelDescription, version: str, inputs: CallInputs
@@ -219,7 +221,7 @@ class RpcQuestions:
         message = self._messages.ModelInferRequest(model_name=model.name, model_version=version)
         for one, array in inputs.arrays:
             message.inputs.add(name=one.name, datatype=one.datatype, shape=array.shape)
-            message.raw_input_contents.append(pack(array, one.datatype))
+            message.raw_input_contents.append(bytes(pack(array, one.datatype)))
         return message
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -33,6 +33,19 @@ class Finish(IntEnum):
     FAILED = 6
 
 
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+"""Language of a grammar's text: a JSON schema; a regular expression of the whole answer, in Rust's syntax
+(crate regex); a JSON list of strings, of which the answer is one; Lark's syntax as of llguidance, or
+llama.cpp's GBNF; Lark's alone, as the front writes it for calls of tools."""
+
+
+class Grammar(msgspec.Struct, frozen=True, gc=False):
+    """A language that an answer belongs to, once it has ended by itself."""
+
+    kind: GrammarKind
+    text: str
+
+
 class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, gc=False, kw_only=True):
     """Choice of the next token, and of the last one. The reader of a request checks the values."""
 
@@ -43,6 +56,8 @@ class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, gc=False, kw_onl
     top_k: int = 0
     """0: all."""
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Least probability of a token, as a share of the likeliest one's; 0: any."""
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     """Covers the prompt too, as in transformers."""
@@ -51,10 +66,18 @@ class Sampling(msgspec.Struct, omit_defaults=True, frozen=True, gc=False, kw_onl
     seed: int = 0
     """64 bits. The front chooses one where the client gave none, and can tell it."""
     stop_ids: list[int] = []
+    min_new_tokens: int = 0
+    """So many tokens come before an end of sequence, a token of `stop_ids` or a stop string may."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these tokens, before everything else."""
     ignore_eos: bool = False
+    """Without effect beside a grammar, whose end is an end of sequence."""
+    grammar: Grammar | None = None
     logprobs: int = -1
     """Of each token: -1 nothing, 0 its own, n also those of the n most likely."""
     prompt_logprobs: bool = False
+    prompt_best: int = -1
+    """Beside `prompt_logprobs`: -1 nothing, n the rank of each of the prompt's tokens and the n likeliest."""
 
 
 class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
@@ -74,6 +97,8 @@ class TextNote(msgspec.Struct, omit_defaults=True, gc=False, kw_only=True):
     """Further parameters of the client, as plain values, for engines of users' own."""
     images: list[bytes] = []
     """Encoded images, checked by the front, for models that see."""
+    adapter: str = ""
+    """One of `Info.adapters`; empty: the model without one."""
     embeds: bool = False
     """The prompt's vector is wanted, and no token: its last record has `Extra.vector` and Finish.STOP."""
 
@@ -101,6 +126,10 @@ class Info(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True):
     """Numbers in the vector of a prompt; 0: it makes none."""
     writes: bool = True
     """False of a model that makes vectors only."""
+    grammars: bool = False
+    """Whether it honours `Sampling.grammar`."""
+    adapters: list[str] = []
+    """Names of its LoRA adapters."""
 
 
 class Logprobs(msgspec.Struct, omit_defaults=True, gc=False, array_like=True):
@@ -118,6 +147,8 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False):
     logprobs: Logprobs | None = msgspec.field(name="l", default=None)
     prompt: list[tuple[int, float | None]] | None = msgspec.field(name="p", default=None)
     """With the first token, when prompt_logprobs were asked for: each prompt token and its own."""
+    prompt_ranks: bytes = msgspec.field(name="b", default=b"")
+    """With `prompt`, when prompt_best was asked for: `write_ranks` of its tokens but the first."""
     prompt_tokens: int = msgspec.field(name="n", default=0)
     """With the first record, where the engine has counted them: it took text."""
     message: str = msgspec.field(name="e", default="")
@@ -147,7 +178,11 @@ class GenerationRun(Protocol):
         """End it. Its last record still comes. Nothing for one that has ended."""
 
 
+PromptRank = tuple[int, list[tuple[int, float]]]
+"""Rank of a prompt's token among all at its place, from 1, and the likeliest there with their log
+probabilities."""
 _encode = msgspec.msgpack.Encoder().encode
+_read_ranks = msgspec.msgpack.Decoder(list[PromptRank]).decode
 _read_note = msgspec.msgpack.Decoder(TextNote).decode
 _read_extra = msgspec.msgpack.Decoder(Extra).decode
 
@@ -165,3 +200,13 @@ def read_text(data: memoryview | bytes) -> TextNote:
 def read_extra(data: memoryview | bytes) -> Extra:
     """Raises ValueError when these bytes are none."""
     return _read_extra(data)
+
+
+def write_ranks(ranks: list[PromptRank]) -> bytes:
+    """Return the bytes of ranks, which are kept until they are printed: objects take ten times as much."""
+    return _encode(ranks)
+
+
+def read_ranks(data: bytes) -> list[PromptRank]:
+    """Return the ranks of `write_ranks`; none of no bytes."""
+    return _read_ranks(data) if data else []

@@ -39,6 +39,8 @@ class RequestNote(msgspec.Struct, omit_defaults=True, gc=False):
     # For calls from one model to another, which name their tensors themselves.
     model: str = msgspec.field(name="m", default="")
     version: int = msgspec.field(name="v", default=-1)
+    trace: tuple[str, str] | None = msgspec.field(name="c", default=None)
+    """traceparent and tracestate of the span that the call is part of."""
 
 
 class AnswerNote(msgspec.Struct, omit_defaults=True, gc=False):

@@ -8,6 +8,7 @@ from typing import Any
 from fastserve.dialects.admin.console import CONSOLE
 from fastserve.dialects.admin.openapi import SPEC as OPENAPI
 from fastserve.dialects.admin.probes import METRICS_PORT, OPS
+from fastserve.dialects.admin.traffic import TRAFFIC
 from fastserve.dialects.grps.spec import SPEC as GRPS
 from fastserve.dialects.kserve.spec import SPEC as KSERVE_V2
 from fastserve.dialects.mlflow import SPEC as MLFLOW
@@ -20,6 +21,7 @@ SPECS: tuple[DialectSpec[Any], ...] = (
     OPS,
     CONSOLE,
     OPENAPI,
+    TRAFFIC,
     TEXTGEN,
     TFSERVING,
     KSERVE_V2,

@@ -1,10 +1,11 @@
 """The dialect `textgen`: the routes of all text generation APIs. Each API defines its own in `PATHS`.
 
-POST /generate belongs to two of them: to vLLM's where the body has `prompt`, to TGI's where it has `inputs`.
+POST /generate and /tokenize belong to two of them: to vLLM's where the body has `prompt` (or `messages` to
+tokenize), to TGI's where it has `inputs`.
 
-The first half of this file describes operations for /openapi.json: OpenAI's, TGI's and MindIE's. Bodies name
-the keys that clients use most; each API takes more. Where an API does not name its model, it is described
-where the server has one that writes, or a default.
+The first half of this file describes operations of each API for /openapi.json. Bodies name the keys that
+clients use most; each API takes more. Where an API does not name its model, it is described where the server
+has one that writes, or a default.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import msgspec
 
 from fastserve.codec.json_text import FreeJSON
 from fastserve.dialects.mindie import generation, management
-from fastserve.dialects.openai import completions, embeddings, models
+from fastserve.dialects.openai import anthropic, completions, embeddings, models, responses, scoring, vllm
 from fastserve.dialects.openai.errors import answer_no_such_url, error_body
-from fastserve.dialects.openai.vllm import make_vllm
 from fastserve.dialects.text_common import mindie
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
@@ -52,7 +52,7 @@ from fastserve.serving.api_operations import (
 from fastserve.serving.dialect import Dialect, DialectSpec, HttpRoute, ServingContext
 from fastserve.settings import Settings, TextgenOptions
 
-OPENAI, TGI, MINDIE = "OpenAI", "Text Generation Inference", "MindIE"
+OPENAI, ANTHROPIC, VLLM, TGI, MINDIE = "OpenAI", "Anthropic", "vLLM", "Text Generation Inference", "MindIE"
 NEW_TOKENS = 8
 PROMPT = "Once"
 CHAT_FILE = "chat_template.jinja"
@@ -72,12 +72,18 @@ def describe_text(settings: Settings, models: Sequence[ModelFacts]) -> Iterator[
     """Yield the operations of the text APIs."""
     writers = [facts.name for facts in models if facts.text is not None and facts.text.writes]
     embedders = [facts.name for facts in models if facts.text is not None and facts.text.embeds]
+    pairs = [facts.name for facts in models if scoring.find_pairs(facts.version) is not None]
+    classes = [facts.name for facts in models if scoring.find_classes(facts.version) is not None]
+    yield from _describe_scoring(pairs, classes)
     if not writers and not embedders:
         return
     yield ApiOperation("GET", "/v1/models", OPENAI, "List the text models", answer=json_content(_LIST))
     if writers:
         chatty = [facts.name for facts in models if facts.name in writers and may_chat(facts)]
-        yield from _describe_openai(writers, chatty)
+        adapters = [name for facts in models if facts.text is not None for name in facts.text.adapters]
+        named = list(dict.fromkeys([*writers, *adapters]))
+        yield from _describe_openai(named, chatty)
+        yield from _describe_newer(named, chatty)
     if embedders:
         yield _describe_embeddings(embedders)
     default = settings.textgen.default_model
@@ -117,6 +123,59 @@ def _describe_openai(writers: Sequence[str], chatty: Sequence[str]) -> Iterator[
     yield ApiOperation(
         "POST", "/v1/chat/completions", OPENAI, "Answer in a conversation", body=body, answer=_STREAMED
     )
+
+
+def _describe_newer(writers: Sequence[str], chatty: Sequence[str]) -> Iterator[ApiOperation]:
+    """Yield the operations of a chat in other forms."""
+    message = object_schema({"role": {"const": "user"}, "content": _PROMPT}, ["role", "content"])
+    said = [{"role": "user", "content": PROMPT}]
+    forms: list[tuple[str, str, dict[str, Schema], dict[str, Any]]] = [
+        (
+            "/v1/messages",
+            ANTHROPIC,
+            {"messages": {"type": "array", "minItems": 1, "items": message}, "max_tokens": _NEW},
+            {"messages": said, "max_tokens": NEW_TOKENS},
+        ),
+        (
+            "/v1/responses",
+            OPENAI,
+            {"input": _PROMPT, "max_output_tokens": _NEW},
+            {"input": PROMPT, "max_output_tokens": NEW_TOKENS},
+        ),
+    ]
+    for path, api, keys, example in forms:
+        schema = object_schema({"model": {"enum": list(writers)}, **keys}, ["model", *keys])
+        given = ({"model": chatty[0], **example},) if chatty else ()
+        body = json_content(schema, *given)
+        yield ApiOperation("POST", path, api, "Answer in a conversation", body=body, answer=_STREAMED)
+
+
+def _describe_scoring(pairs: Sequence[str], classes: Sequence[str]) -> Iterator[ApiOperation]:
+    texts = {"type": "array", "minItems": 1, "maxItems": 64, "items": _PROMPT}
+    answer = json_content(object_schema({"results": {"type": "array"}}, ["results"]))
+    if pairs:
+        schema = object_schema(
+            {"model": {"enum": list(pairs)}, "query": _PROMPT, "documents": texts},
+            ["model", "query", "documents"],
+        )
+        body = json_content(schema, {"model": pairs[0], "query": PROMPT, "documents": [PROMPT, "Twice"]})
+        yield ApiOperation(
+            "POST", "/v1/rerank", VLLM, "Order texts by their scores with a query", body=body, answer=answer
+        )
+        schema = object_schema(
+            {"model": {"enum": list(pairs)}, "text_1": _PROMPT, "text_2": texts},
+            ["model", "text_1", "text_2"],
+        )
+        body = json_content(schema, {"model": pairs[0], "text_1": PROMPT, "text_2": [PROMPT, "Twice"]})
+        yield ApiOperation(
+            "POST", "/v1/score", VLLM, "Score pairs of texts", body=body, answer=json_content(_LIST)
+        )
+    if classes:
+        schema = object_schema({"model": {"enum": list(classes)}, "input": texts}, ["model", "input"])
+        body = json_content(schema, {"model": classes[0], "input": [PROMPT]})
+        yield ApiOperation(
+            "POST", "/v1/classify", VLLM, "Classify texts", body=body, answer=json_content(_LIST)
+        )
 
 
 def _describe_embeddings(embedders: Sequence[str]) -> ApiOperation:
@@ -165,30 +224,35 @@ def _describe_mindie() -> Iterator[ApiOperation]:
 NEITHER = "the body has neither `prompt` (vLLM) nor `inputs` (TGI)"
 
 
-class GenerateKeys(msgspec.Struct):
-    """The keys that tell a vLLM body of POST /generate from a TGI body."""
+class SharedKeys(msgspec.Struct):
+    """The keys that tell a vLLM body of POST /generate and /tokenize from a TGI body."""
 
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-_which: FreeJSON[GenerateKeys] = FreeJSON(GenerateKeys, BOUNDS)
+_which: FreeJSON[SharedKeys] = FreeJSON(SharedKeys, BOUNDS)
+
+
+async def read_keys(service: TextService, call: Call) -> SharedKeys | None:
+    """Return the keys of a body; None for one that cannot be read, in which TGI's reader finds the fault."""
+    try:
+        return await read_offloaded(service, call, read_typed, _which, call.body)
+    except ServeError:
+        return None
 
 
 def generate_either(service: TextService, named: TargetParts) -> Endpoint:
     """Return the endpoint of POST /generate: vLLM's or TGI's, by the keys of the body."""
-    vllm, tgi = make_vllm(service), TgiGenerate(service, streams=False)
+    vllms, tgi = vllm.make_vllm(service), TgiGenerate(service, streams=False)
 
     async def find(call: Call) -> None:
-        try:
-            which = await read_offloaded(service, call, read_typed, _which, call.body)
-        except ServeError:
-            await tgi(call)  # which finds the words
-            return
-        if which.prompt is not msgspec.UNSET:
-            await vllm(call)
-        elif which.inputs is not msgspec.UNSET:
+        which = await read_keys(service, call)
+        if which is None or (which.prompt is msgspec.UNSET and which.inputs is not msgspec.UNSET):
             await tgi(call)
+        elif which.prompt is not msgspec.UNSET:
+            await vllms(call)
         else:
             service.traffic.refused("", Kind.INVALID_ARGUMENT.name)
             call.reply(422, error_body(InvalidBody(NEITHER), flat=False))
@@ -196,16 +260,37 @@ def generate_either(service: TextService, named: TargetParts) -> Endpoint:
     return find
 
 
+def tokenize_either(service: TextService, named: TargetParts) -> Endpoint:
+    """Return the endpoint of POST /tokenize: vLLM's for a prompt or messages, else TGI's."""
+    vllms, tgi = vllm.tokenize(service), endpoints.tokenize(service)
+
+    async def find(call: Call) -> None:
+        which = await read_keys(service, call)
+        is_vllms = which is not None and (
+            which.prompt is not msgspec.UNSET or which.messages is not msgspec.UNSET
+        )
+        await (vllms if is_vllms else tgi)(call)
+
+    return find
+
+
 PATHS: tuple[TextRoute, ...] = (
     *generation.PATHS,
     *completions.PATHS,
+    *responses.PATHS,
+    *anthropic.PATHS,
     *embeddings.PATHS,
+    *scoring.PATHS,
     *models.PATHS,
     *endpoints.PATHS,
     *management.PATHS,
     TextRoute(
         HttpRoute("generate", "/generate", {"POST": Scope.INFER}), generate_either, refuse, room=BodyUse.TEXT
     ),
+    TextRoute(
+        HttpRoute("tokenize", "/tokenize", {"POST": Scope.INFER}), tokenize_either, refuse, room=BodyUse.TEXT
+    ),
+    *vllm.PATHS,
 )
 TABLE = RouteTable(PATHS)
 

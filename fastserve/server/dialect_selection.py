@@ -12,6 +12,7 @@ from fastserve.dialects import SPECS
 from fastserve.errors import ConfigError
 from fastserve.net.access_control import Scope
 from fastserve.net.api_keys import Compartment
+from fastserve.net.traffic_split import TrafficSplit
 from fastserve.repository.version import Version
 from fastserve.request import Recorded
 from fastserve.serving.dialect import Dialect, DialectSpec, ListenerPolicy, ServingContext
@@ -94,11 +95,15 @@ WHOLE_SERVER = {Scope.METRICS, Scope.ADMIN}
 
 
 class DialectCompartment(Compartment):
-    """The dialects of a front process once more, over some of its models."""
+    """The dialects of a front process once more, over some of its models, or for requests that were drawn."""
 
-    __slots__ = ("_dialects",)
+    __slots__ = ("_dialects", "context")
 
-    def __init__(self, context: ServingContext, specs: Sequence[Spec]) -> None:
+    def __init__(
+        self, context: ServingContext, specs: Sequence[Spec], split: TrafficSplit | None = None
+    ) -> None:
+        super().__init__(split)
+        self.context = context
         self._dialects = {
             spec.name: spec.build(context, spec.read_options(context.settings))
             for spec in specs

@@ -25,6 +25,7 @@ from fastserve import __version__
 from fastserve.engine.counters import counters_of
 from fastserve.engine.engine import Engine
 from fastserve.engine.schedulers.cache import ResponseCache
+from fastserve.engine.schedulers.shadow import ShadowVersions
 from fastserve.errors import ConfigError
 from fastserve.metrics import Heartbeat, Readiness, Registry, names
 from fastserve.metrics.readiness import write_failures
@@ -36,6 +37,7 @@ from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.key_usage import KeyCounts, KeyLimits, KeyUsage
 from fastserve.net.tls import Credentials
 from fastserve.net.traced_endpoints import Tracer
+from fastserve.net.traffic_split import SplitRule, TrafficSplit
 from fastserve.server.audit_log import AuditLog
 from fastserve.server.dialect_selection import (
     DialectCompartment,
@@ -65,14 +67,16 @@ from fastserve.serving.text.tensors import TextTensors
 from fastserve.settings import Limits, Listener, Settings
 from fastserve.settings.key_file import KeyEntry
 from fastserve.settings.kserve_options import read_metrics_config
+from fastserve.settings.model_options import TrafficRules
 from fastserve.util.memory import HeapTrim, own_memory_bytes
 from fastserve.util.memory_budget import MemoryBudget
 
 if TYPE_CHECKING:
+    from fastserve._ext.shared_metrics import Gauge
     from fastserve.engine.loader import LoadedPart
     from fastserve.net.grpc import GrpcListener
+    from fastserve.repository.residency import Residency
     from fastserve.repository.version import Version
-
 
 access = logging.getLogger("fastserve.access")
 
@@ -154,8 +158,9 @@ class FileWatch:
 
 SOON_S = 0.01  # after a key has expired the watch looks at it
 
-WORKERS_A_BEAT = 8
-"""Workers whose memory is read in one beat: 0.1 ms, and 200 workers have their turn in 13 s."""
+WORKERS_A_BEAT, ROUND_BEATS = 8, 8
+"""Workers whose memory is read in one beat: 0.1 ms, and 200 workers have their turn in 13 s. Few have it once
+in so many beats, 4 s: to read them in each was a third of what an idle front did."""
 
 _DEVICE = (names.DEVICE_BATCHES, names.DEVICE_OUT_OF_MEMORY)
 
@@ -172,7 +177,9 @@ class FrontGauges:
         self._refused_memory = 0
         self._due_ns = self._cpu_us = 0
         self._devices: WeakKeyDictionary[Version, tuple[int, int]] = WeakKeyDictionary()
+        self._queues: dict[tuple[str, int], tuple[Gauge, Gauge]] = {}  # rows and seconds, by version
         self._turn: list[tuple[WorkerId, int]] = []  # workers whose memory is read next, and their pids
+        self._rest_beats = 0  # until all workers have their turn again
         self._read: set[WorkerId] = set()
         registry.gauges(names.BUILD).of(__version__).set(1)
 
@@ -223,21 +230,38 @@ class FrontGauges:
         for one in hosted:
             who = (one.version.model, one.version.number)
             rows = one.queue.ring.queued()
-            self._registry.gauges(names.QUEUE_ROWS).of(*who).set(rows)
-            self._registry.gauges(names.QUEUE_SECONDS).of(*who).set(one.queue.metrics.drain_s(rows))
+            gauges = self._queues.get(who)
+            if gauges is None:
+                metrics = names.QUEUE_ROWS, names.QUEUE_SECONDS
+                waiting, seconds = (self._registry.gauges(metric).of(*who) for metric in metrics)
+                gauges = self._queues[who] = waiting, seconds
+            gauges[0].set(rows)
+            gauges[1].set(one.queue.metrics.drain_s(rows))
             if one.part == 0:
                 self._show_devices(one.version)
                 self._show_remotes(one.version)
 
+    def show_residency(self, residency: Residency) -> None:
+        """Record the memory of all models, and who was unloaded. Only the owner does."""
+        memory = self._registry.gauges(names.MODELS_MEMORY)
+        memory.of("used").set(residency.used)
+        memory.of("budget").set(residency.budget)
+        self._registry.gauges(names.LOAD_WAITING).of().set(residency.waiters.count)
+        evictions, residency.evictions = residency.evictions, Counter()
+        for model, count in evictions.items():
+            self._registry.counters(names.MODEL_EVICTIONS).of(model).add(count)
+
     def show_workers(self, hosted: Iterable[LoadedPart]) -> None:
         """Record the memory of some workers; at the next call that of others. Only the owner does."""
         memory = self._registry.gauges(names.WORKER_MEMORY)
-        if not self._turn:
+        self._rest_beats -= 1
+        if not self._turn and self._rest_beats <= 0:
             self._turn = [
                 ((one.version.model, one.version.number, one.part + worker), pid)
                 for one in hosted
                 for worker, pid in enumerate(one.group.pids)
             ]
+            self._rest_beats = ROUND_BEATS if self._turn else 0
             there = {who for who, _ in self._turn}
             for gone in self._read - there:
                 memory.of(*gone).set(0)
@@ -310,6 +334,8 @@ class Front:
     _tracer: Tracer | None = None
     _specs: Sequence[Spec] = ()  # of dialects that a listener speaks
     _compartments: WeakValueDictionary[str, DialectCompartment] = field(default_factory=WeakValueDictionary)
+    _split: TrafficSplit = field(init=False)
+    _shadows: ShadowVersions = field(init=False)
     _asked_http: list[Listener] = field(default_factory=list)
     _asked_grpc: list[Listener] = field(default_factory=list)
 
@@ -339,6 +365,9 @@ class Front:
             self._tracer = Tracer(plan.sampler, self.traces.outbox.put)
         specs = find_specs(self.settings)
         context = self._context = self._make_context()
+        self._split = self._make_split(context)
+        self.engine.catalog.on_rules.append(self._follow_rules)
+        self._shadows = ShadowVersions(self.engine.catalog, self.registry)
         spoken_http = [choose_http(specs, listener) for listener in http]
         spoken_grpc = [choose_grpc(specs, listener) for listener in grpc]
         self._specs = [
@@ -354,6 +383,7 @@ class Front:
         for listener, spoken in alone:
             await self._add_grpc(self._make_grpc(listener, spoken), listener)
         self.passed_on.check()
+        self.engine.catalog.tell_rules()  # it may have been known before there was anything to split
         for dialect in self.dialects.values():
             dialect.open()
         if self.balancer is not None:
@@ -370,15 +400,41 @@ class Front:
         name, _, models = dialect.partition(PART)
         compartment = self._compartments.get(models)
         if models:
-            return compartment is not None and compartment.hear(name, word)
+            if compartment is None:
+                return False
+            return compartment.hear(name, word) or _hear_drawn(compartment.split, name, word)
         spoken = self.dialects.get(name)
-        return spoken is not None and spoken.hear(word)
+        return (spoken is not None and spoken.hear(word)) or _hear_drawn(self._split, name, word)
 
     def _make_compartment(self, models: tuple[str, ...]) -> DialectCompartment:
         """Build the dialects once more, for keys of some models."""
         made = DialectCompartment(self._context.narrow(models), self._specs)
+        made.split = self._make_split(made.context, PART + models_text(models))
+        made.split.change(self._list_rules(made.context))
         self._compartments[models_text(models)] = made
         return made
+
+    def _make_split(self, context: ServingContext, part: str = "") -> TrafficSplit:
+        """Return what draws among the requests of the dialects of a context; `part` is behind their names."""
+
+        async def spread(dialect: str, word: str) -> bool:
+            return self.hear(dialect + part, word) or await context.spread(dialect, word)
+
+        def make(arms: Mapping[str, str]) -> DialectCompartment:
+            return DialectCompartment(context.draw(arms, spread), self._specs)
+
+        return TrafficSplit(make)
+
+    def _list_rules(self, context: ServingContext) -> dict[str, SplitRule]:
+        models = context.catalog.models.values()
+        return {model.name: _split_rule(model.rules) for model in models if model.rules.traffic}
+
+    def _follow_rules(self) -> None:
+        """Split requests by the rules that models have now."""
+        for compartment in self._compartments.values():
+            if compartment.split is not None:
+                compartment.split.change(self._list_rules(compartment.context))
+        self._split.change(self._list_rules(self._context))  # the last one: heads are looked at again
 
     def _open_keys(self) -> None:
         """Read the file of keys, and watch it. Raises ConfigError."""
@@ -536,6 +592,8 @@ class Front:
             gate=self.gate,
             dialects_of=lambda compartment: cast(DialectCompartment, compartment).on_listener(spoken),
             tracer=self._tracer,
+            want=self.repository.want if self.settings.budget_bytes else None,
+            split=self._split,
         )
         guests = [self._make_grpc(asked, specs, opened) for asked, specs in beside]
         await opened.open()
@@ -599,6 +657,8 @@ class Front:
             gate=self.gate,
             methods_of=lambda compartment: cast(DialectCompartment, compartment).methods(spoken),
             tracer=self._tracer,
+            want=self.repository.want if self.settings.budget_bytes else None,
+            split=self._split,
         )
 
 
@@ -610,6 +670,18 @@ def _sooner(one_s: float, other_s: float) -> float:
 def is_same(one: Listener, other: Listener) -> bool:
     """Return whether two listeners are one port. Port 0 is one only within a single `listen` entry."""
     return one is other or ((one.port != 0 or one.in_file) and one.address == other.address)
+
+
+def _split_rule(rules: TrafficRules) -> SplitRule:
+    header = b"" if rules.sticky is None else rules.sticky.header.lower().encode()
+    keys = sorted(rules.traffic)  # a file that is written in another order keeps clients where they are
+    return SplitRule([rules.traffic[key] for key in keys], keys, header)
+
+
+def _hear_drawn(split: TrafficSplit | None, dialect: str, word: str) -> bool:
+    """Pass a message on to the dialects of requests that were drawn."""
+    drawn = () if split is None else split.compartments()
+    return any(cast(DialectCompartment, one).hear(dialect, word) for one in drawn)
 
 
 def _listed(address: tuple[str, int], listener: Listener) -> Listener:

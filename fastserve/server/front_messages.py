@@ -1,6 +1,6 @@
 """Messages between the owner of the models and the other front processes: catalog and model control.
 
-front -> owner   ask {id, do: names | load | unload | replace | stop | spread | change | show, name ...}
+front -> owner   ask {id, do: names | load | unload | replace | rules | want | stop | spread | change | ...}
 owner -> front   reply {id, names | meant | shown | error}       when all fronts have applied the change
 owner -> front   catalog {models}
 
@@ -26,12 +26,14 @@ from fastserve.metrics.registry import FailedRequest, FailedRequests
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.layout import Override
 from fastserve.repository.repository import Repository
+from fastserve.repository.residency import LoadWaiters
 from fastserve.repository.version import Model, Version, VersionState
 from fastserve.serving.dialect import Stop, refuse_to_stop
 from fastserve.serving.exchange import internal_error
 from fastserve.serving.model_control import LoadOverride
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.settings import ModelEntry
+from fastserve.settings.model_options import TrafficRules
 
 
 def catalog_message(catalog: Catalog) -> dict[str, Any]:
@@ -41,14 +43,18 @@ def catalog_message(catalog: Catalog) -> dict[str, Any]:
 
 def _write_model(model: Model) -> dict[str, Any]:
     versions = [
-        [v.number, id(v), v.state.value, _write_error(v.error), v.down] for v in model.versions.values()
+        [v.number, id(v), v.state.value, _write_error(v.error), v.down, v.dormant]
+        for v in model.versions.values()
     ]
     return {
         "labels": model.labels,
+        "rules": msgspec.to_builtins(model.rules),
+        "set": model.set_rules is not None,
         "versions": versions,
         "latest": model.latest.number if model.latest else None,
         "error": _write_error(model.error),
         "failed_at": model.failed_at,
+        "on_demand": model.on_demand,
     }
 
 
@@ -68,17 +74,21 @@ def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, V
     for name, written in message["models"].items():
         model = catalog.model(name)
         model.labels = {label: int(number) for label, number in written["labels"].items()}
+        model.rules = msgspec.convert(written["rules"], TrafficRules)
+        model.set_rules = model.rules if written["set"] else None
         model.versions = {row[0]: _read_version(name, row, opened, model) for row in written["versions"]}
         model.error, model.failed_at = _read_error(written["error"]), written["failed_at"]
+        model.on_demand = written["on_demand"]
         latest = written["latest"]
         model.latest = model.versions.get(latest) if latest is not None else None
+    catalog.tell_rules()
 
 
 def _read_version(name: str, row: list[Any], opened: dict[int, Version], model: Model) -> Version:
-    number, key, state, error, down = row
+    number, key, state, error, down, dormant = row
     version = opened.get(key) or model.versions.get(number) or Version.unloaded(name, number)
     version.state = VersionState(state)
-    version.error, version.down = _read_error(error), down
+    version.error, version.down, version.dormant = _read_error(error), down, dormant
     return version
 
 
@@ -158,6 +168,16 @@ class OwnerModelControl:
         async with self._shown():
             await self._repository.reload_config(entries)
 
+    async def set_rules(self, name: str, rules: TrafficRules | None) -> None:
+        """Raises ServeError."""
+        async with self._shown():
+            await self._repository.set_rules(name, rules)
+
+    async def want(self, name: str) -> None:
+        """Have a model that is loaded on demand; the other fronts apply the catalog before any answer that
+        follows. Raises ServeError."""
+        await self._repository.want(name)
+
     @contextlib.asynccontextmanager
     async def _shown(self) -> AsyncIterator[None]:
         try:
@@ -173,6 +193,11 @@ class OwnerModelControl:
                 return {**told, "names": await self.names()}
             if asked["do"] == "load":
                 await self.load(asked["name"], _read_override(asked["override"]))
+            elif asked["do"] == "want":
+                await self.want(asked["name"])
+            elif asked["do"] == "rules":
+                rules = msgspec.convert(asked["rules"], TrafficRules | None)
+                await self.set_rules(asked["name"], rules)
             elif asked["do"] == "stop":
                 await self.stop(asked["force"])
             elif asked["do"] == "replace":
@@ -186,15 +211,18 @@ class OwnerModelControl:
                 await self.unload(asked["name"], asked["dependents"])
         except Exception as error:  # of any kind: in the other process a client waits for the reply
             fault = error if isinstance(error, ServeError) else internal_error(self, error)
-            return {**told, "error": [fault.kind.value, json.dumps(fault.message)]}
+            return {**told, "error": [fault.kind.value, json.dumps(fault.message), fault.retry_after_s]}
         return told
 
 
 class RemoteModelControl:
     """Model control for clients of a front process that does not own the models: asks the owner."""
 
-    def __init__(self, explicit: bool, send: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self, explicit: bool, send: Callable[[Mapping[str, Any]], None], waiting: LoadWaiters | None = None
+    ) -> None:
         self.explicit = explicit
+        self.waiting = waiting or LoadWaiters()
         self._send = send
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -215,6 +243,23 @@ class RemoteModelControl:
     async def replace_models(self, entries: Sequence[ModelEntry]) -> None:
         """Raises ServeError."""
         await self._ask({"do": "replace", "entries": msgspec.to_builtins(list(entries))})
+
+    async def set_rules(self, name: str, rules: TrafficRules | None) -> None:
+        """Raises ServeError."""
+        await self._ask({"do": "rules", "name": name, "rules": msgspec.to_builtins(rules)})
+
+    async def want(self, name: str) -> None:
+        """Have the owner load a model. Raises ServeError; UNAVAILABLE at once where too many wait here."""
+        if self.owner_silent():
+            raise ServeError(Kind.UNAVAILABLE, NO_ANSWER)
+        self.waiting.enter(name)
+        try:
+            wait_s = self.waiting.wait_s
+            await asyncio.wait_for(self._ask({"do": "want", "name": name}), wait_s + SHOW_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise ServeError(Kind.UNAVAILABLE, NO_ANSWER) from None
+        finally:
+            self.waiting.leave()
 
     async def stop(self, force: bool) -> None:
         """End the server. Raises ServeError."""
@@ -256,8 +301,8 @@ class RemoteModelControl:
         finally:
             del self._waiting[number]
         if "error" in told:
-            kind, message = told["error"]
-            raise ServeError(Kind(kind), json.loads(message))
+            kind, message, again_s = told["error"]
+            raise ServeError(Kind(kind), json.loads(message), retry_after_s=again_s)
         return told
 
 

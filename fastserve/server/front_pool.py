@@ -30,10 +30,10 @@ import msgspec
 
 from fastserve.backends.model_errors import explain
 from fastserve.engine.counters import counters_of
+from fastserve.engine.engine import scheduler_of
 from fastserve.engine.loader import LoadedEnsemble, LoadedPart, VersionLoader
 from fastserve.engine.relay.channel import RelayChannel
 from fastserve.engine.relay.server import RelayServer
-from fastserve.engine.schedulers.cache import CachedScheduler
 from fastserve.errors import Kind, ServeError
 from fastserve.metrics import Readiness, Registry, names
 from fastserve.net.accept_balance import AcceptBalancer
@@ -68,7 +68,7 @@ FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
 
 # A living front is only some instructions between claiming rows and saying whose they are.
 RECLAIM_AGAIN_S = 0.2
-MOST_LOOKS = 50  # one without lost rows, else two and one for each request that settles meanwhile
+MOST_LOOKS = 50  # one without lost rows, else three and one for each request that settles meanwhile
 
 
 class FrontPool:
@@ -334,7 +334,7 @@ class FrontLink:
         self._pinged = self._ponged
         http, grpc = self.listeners
         channel = RelayChannel.create(self._settings.memory_bytes)
-        self.relay_server = RelayServer(channel, self._host.engine, self._find)
+        self.relay_server = RelayServer(channel, self._host.engine, self._find, self._host.callbacks.want)
         self.relay_server.open()
         relay, fds = channel.describe()
         start = {
@@ -382,11 +382,11 @@ class FrontLink:
             "number": version.number,
             "folder": str(version.folder),
             "config": config_json(version.config),
-            "inputs": {n: [s.dtype.name, s.shape] for n, s in version.inputs.items()},
-            "outputs": {n: [s.dtype.name, s.shape] for n, s in version.outputs.items()},
+            "inputs": {n: [s.dtype.name, s.shape, s.columns] for n, s in version.inputs.items()},
+            "outputs": {n: [s.dtype.name, s.shape, s.columns] for n, s in version.outputs.items()},
             "load_s": counters.load_s,
             "on_device": isinstance(hosted, LoadedPart) and hosted.queue.on_device,
-            "cached": CachedScheduler.number_of(version),
+            "cached": scheduler_of(version).cache_number(),
             "text": msgspec.to_builtins(version.text),
         }
         await self._ask("opened", key, message, fds, timeout_s=ANSWER_TIMEOUT_S)
@@ -506,14 +506,16 @@ class LostRows:
     """Rows that a dead front claimed in one batch ring and did not say whose they are.
 
     Rows that a living process is about to account for look the same, for much less than RECLAIM_AGAIN_S. So
-    a suspected batch is sealed, and goes on without the rows once two looks find the same number of them and
-    the batch unchanged: a living process would have changed it meanwhile. tests/exhaustive tries every order.
+    a suspected batch is sealed: by the next look all rows in it have been said whose they are, and from then
+    on each living request moves its word once. It goes on without the rows once two of these looks find the
+    same number of them and the batch unchanged. tests/exhaustive tries every order.
     """
 
     def __init__(self, ring: BatchRing, front: int) -> None:
         self._ring, self._front = ring, front
-        self.suspected: dict[tuple[int, int], tuple[int, tuple[str, int, int, int]]] | None = None
-        """(slot, generation) -> rows that look lost and the slot's state then; None before the first look."""
+        self.suspected: dict[tuple[int, int], tuple[int, tuple[str, int, int, int]] | None] | None = None
+        """(slot, generation) -> rows that look lost and the slot's state then, None until a second look; None
+        before the first look."""
 
     def look(self) -> int:
         """Look RECLAIM_AGAIN_S after the death or the last look; return the number of rows found lost."""
@@ -522,8 +524,10 @@ class LostRows:
         self.suspected = {}
         for slot, generation, rows in ring.lost():
             batch, now = (slot, generation), (rows, ring.describe(slot))
-            if before is None or (batch in before and before[batch] != now):
+            if before is None:
                 ring.seal(slot << 16)
+                self.suspected[batch] = None
+            elif batch in before and (not rows or before[batch] != now):
                 self.suspected[batch] = now
             elif batch in before and ring.forgive(slot, generation, rows):
                 lost += rows

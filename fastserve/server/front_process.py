@@ -29,6 +29,7 @@ from fastserve.engine.counters import COUNTERS, RequestCounters, counters_of
 from fastserve.engine.engine import SCHEDULER, Engine, Scheduler, find_scheduler
 from fastserve.engine.relay.channel import CHANNEL_FDS, RelayChannel
 from fastserve.engine.relay.client import RelayClient, RelayScheduler
+from fastserve.engine.request_log import RequestLogs
 from fastserve.engine.schedulers.cache import CachedScheduler, ResponseCache
 from fastserve.engine.schedulers.schedule import open_queue, simple_scheduler
 from fastserve.engine.shared_counts import CountsMemory
@@ -37,6 +38,7 @@ from fastserve.metrics.registry import FailedRequest
 from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import load_config_json
+from fastserve.repository.residency import LoadWaiters
 from fastserve.repository.version import Version
 from fastserve.server.front import Front, FrontGauges
 from fastserve.server.front_messages import CachePart, FailuresPart, RemoteModelControl, apply_catalog
@@ -85,6 +87,7 @@ class FrontProcess:
         self._number, self._fronts = 0, 1
         self._start: dict[str, Any] = {}
         self._loads: RemoteModelControl | None = None
+        self._request_logs: RequestLogs | None = None
         self._custom_metrics: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._told = Readiness()
@@ -164,7 +167,12 @@ class FrontProcess:
         setup_logs(log.level, log.format, access=log.access, fields={"front": str(self._number)})
         log_uncaught()
         registry = Registry(sections=settings.front_count, section=self._number, fd=fds[0])
-        self._loads = RemoteModelControl(settings.model_control == "explicit", self._control.send)
+        self._request_logs = RequestLogs(settings.request_log_folder, registry, self._number, self._fronts)
+        self._loads = RemoteModelControl(
+            settings.model_control == "explicit",
+            self._control.send,
+            LoadWaiters(settings.load_waiting, settings.load_wait_s),
+        )
         self._relay = RelayClient(RelayChannel.join(message["relay"], fds[1:RELAY_END]))
         balancer = AcceptBalancer(self._number, settings.front_count, fds[RELAY_END:])
         self._front = Front(
@@ -203,7 +211,9 @@ class FrontProcess:
             followed.queues[message["id"]] = queue
         if not message["relayed"]:
             inner = simple_scheduler(followed.queues[message["id"]])
-            SCHEDULER.put(followed.version, self._cached(followed.version, inner, message["cached"]))
+            cached = self._cached(followed.version, inner, message["cached"])
+            assert self._request_logs is not None
+            SCHEDULER.put(followed.version, self._request_logs.wrap(followed.version, cached))
         self._control.send({"op": "opened", "id": message["id"]})
 
     def _follow(self, message: dict[str, Any], memory: CountsMemory) -> FollowedVersion:
@@ -273,6 +283,8 @@ class FrontProcess:
         self._draining = True  # the "stop" that follows is for a front that would not
         if self._front is not None:
             await self._front.drain(message["grace_s"])
+        if self._request_logs is not None:
+            await asyncio.to_thread(self._request_logs.close)
         self.ended.set()
 
     @property
@@ -312,8 +324,8 @@ class FrontProcess:
 
 def _read_specs(written: dict[str, Any]) -> dict[str, TensorSpec]:
     return {
-        name: TensorSpec(name, DTYPES[dtype], None if shape is None else tuple(shape))
-        for name, (dtype, shape) in written.items()
+        name: TensorSpec(name, DTYPES[dtype], None if shape is None else tuple(shape), tuple(columns))
+        for name, (dtype, shape, columns) in written.items()
     }
 
 

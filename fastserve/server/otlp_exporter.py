@@ -5,14 +5,16 @@ fastserve.server.otlp_exporter FD`.
                           [ batches, merged ] ----+--> queue, bounded --> OTLP over gRPC or HTTP --> collector
 
 Each front that had a request in a batch reports it: BATCH_S after the last of them its span goes out,
-with a link to every request's compute span. The main thread reads, and never waits for the collector: another
-thread does, and what finds the queue full meanwhile is lost and reported to the owner.
+with a link to every request's compute span. A batch has one span, however long it runs on after requests of
+it were left. The main thread reads, and never waits for the collector: another thread does, and what finds
+the queue full meanwhile is lost and reported to the owner.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -21,7 +23,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 TITLE = "exporter"
 BATCH_S = 1.0  # after the last request of a batch
+RUNNING_S = 120.0  # the same, where no request has seen its end: those that told of it were left
 MOST_BATCHES = 4096  # that wait for further requests; the oldest goes first
 MOST_LINKS = 1024  # of one batch
 TOGETHER = 512  # spans of one message to the collector
@@ -108,30 +111,48 @@ class SpanQueue:
             return lost, reason
 
 
+class MergedBatch(NamedTuple):
+    """A batch as its requests have told of it so far: who has seen most of it, and when its span goes out."""
+
+    batch: BatchRecord
+    links: list[LinkTo]
+    rows: int
+    due_s: float
+
+
 class BatchMerger:
-    """Batches that other requests may still tell of."""
+    """Batches that other requests may still tell of: of one that ran on when its request was left, until
+    others have seen its end."""
 
     def __init__(self) -> None:
-        self._batches: dict[str, tuple[float, BatchRecord, list[LinkTo], int]] = {}
+        self._ended: dict[str, MergedBatch] = {}
+        self._running: dict[str, MergedBatch] = {}  # in both by ids, in the order of `due_s`
 
     def add(self, batch: BatchRecord, now_s: float) -> None:
         """Add one request's view of a batch."""
-        _, first, links, rows = self._batches.pop(batch.span_id, (0.0, batch, [], 0))
+        place = batch.span_id
+        known = self._ended.pop(place, None) or self._running.pop(place, None)
+        first, links, rows, _ = known or MergedBatch(batch, [], 0, 0.0)
         if len(links) < MOST_LINKS:
             links.append(batch.link)
         if max(batch.times_ns) > max(first.times_ns):
             first = batch
-        self._batches[batch.span_id] = now_s + BATCH_S, first, links, rows + batch.rows
+        ended = first.times_ns[-1] > 0
+        wait_s = BATCH_S if ended else RUNNING_S
+        (self._ended if ended else self._running)[place] = MergedBatch(
+            first, links, rows + batch.rows, now_s + wait_s
+        )
 
     def due(self, now_s: float) -> list[SpanRecord]:
         """Return the spans of batches that no more requests tell of."""
         spans = []
-        while self._batches:
-            due_s, batch, links, rows = next(iter(self._batches.values()))
-            if due_s > now_s and len(self._batches) <= MOST_BATCHES:
-                break
-            del self._batches[batch.span_id]
-            spans.append(batch_span(batch, links, rows))
+        for batches in self._ended, self._running:
+            while batches:
+                batch, links, rows, due_s = next(iter(batches.values()))
+                if due_s > now_s and len(batches) <= MOST_BATCHES:
+                    break
+                del batches[batch.span_id]
+                spans.append(batch_span(batch, links, rows))
         return spans
 
 
@@ -284,7 +305,7 @@ def serve(control: ControlChannel, taking: socket.socket, plan: dict[str, Any]) 
             report_s = time.monotonic() + REPORT_S
             report(control, queue)
     take_all(taking, queue, merger)
-    queue.put(merger.due(time.monotonic() + 2 * BATCH_S))
+    queue.put(merger.due(math.inf))
     queue.end()
     sender.join(LAST_S)
     report(control, queue)

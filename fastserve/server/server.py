@@ -30,6 +30,7 @@ from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.net.access_control import Opening
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.repository import Repository, ensemble_needs
+from fastserve.repository.storage import Mirror
 from fastserve.repository.version import Model, Version, VersionState
 from fastserve.server.banner import advise, announce, banner_text, fill_standard_streams, is_terminal
 from fastserve.server.dialect_selection import (
@@ -43,7 +44,9 @@ from fastserve.server.front_messages import CachePart, FailuresPart, OwnerModelC
 from fastserve.server.front_pool import FrontPool
 from fastserve.server.progress import ServiceManager, StartProgress, find_terminal
 from fastserve.server.sizing import size_fronts
+from fastserve.server.storage_watch import StorageWatch
 from fastserve.serving.dialect import refuse_to_stop
+from fastserve.serving.model_control import DORMANT
 from fastserve.settings import ModelEntry, Settings, TFServingOptions
 from fastserve.settings.fields import convert
 from fastserve.settings.tensorflow import StartFault, read_models
@@ -71,7 +74,7 @@ class DryRun:
 
 def dry_run(settings: Settings) -> DryRun:
     """Load everything once, and unload it. Blocks. Raises ConfigError as a start does."""
-    once = msgspec.structs.replace(size_fronts(settings).settings, model_control="none")
+    once = msgspec.structs.replace(size_fronts(settings).settings, model_control="none", memory_budget=0)
     return uvloop.run(_dry_run(once))
 
 
@@ -105,6 +108,7 @@ def make_loader(
         on_health=on_health,
         catalog=catalog,
         cache_bytes=settings.response_cache_bytes,
+        request_log_folder=settings.request_log_folder,
         device_share=settings.device_memory_share,
         in_process=settings.in_process,
         place=place,
@@ -181,7 +185,12 @@ def _words(fault: Exception) -> str:
 class Server:
     """A server for one configuration. Call `open`, then `drain`; `front` has the listeners' addresses."""
 
-    def __init__(self, settings: Settings, passed_on: InheritedSockets | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        passed_on: InheritedSockets | None = None,
+        mirror: Mirror | None = None,
+    ) -> None:
         self.sizing = size_fronts(settings)
         self.settings = settings = self.sizing.settings
         self.catalog = Catalog()
@@ -195,6 +204,7 @@ class Server:
         self.placer = PlacerProcess(settings.ray) if settings.ray else None
         self.host.placer = self.placer.name if self.placer is not None else ""
         self._models_file = ModelsFile(settings.tfserving, self.repository)
+        self._storage = StorageWatch(mirror, settings.storage.poll_s, self.catalog, self.registry)
         self.loads = loads = OwnerModelControl(self.repository)
         self.front = Front(
             settings,
@@ -250,11 +260,13 @@ class Server:
             await self.front.open(*all_listeners(self.settings))
             if self.front.traces is not None:
                 self.front.traces.open()
+                self.host.engine.send_span = self.front.traces.outbox.put
             self.host.engine.tensors = self.front.engine.tensors
             await self.repository.open()
             await self.front.accept()
             await self.fronts.open(*self.front.addresses())
             self._models_file.open()
+            self._storage.open()
         except BaseException:
             self.progress.end()
             await self.drain(0)
@@ -278,6 +290,7 @@ class Server:
         self._health_changed()
         await asyncio.sleep(delay_s)
         await self._models_file.close()
+        await self._storage.close()
         await asyncio.gather(self.front.drain(grace_s), self.fronts.drain(grace_s))
         self.loads.state.fronts_ended()
         if self.front.balancer is not None:
@@ -353,20 +366,25 @@ class Server:
         self._gauges.show_keys(self.front.gate)
         self._gauges.show_queues(self.host.hosted.values())
         self._gauges.show_workers(self.host.hosted.values())
+        if self.repository.residency is not None:
+            self._gauges.show_residency(self.repository.residency)
         self.host.show_waiting()
         self.fronts.tell_custom_metrics(self.host.callbacks.metrics.write())
         self.fronts.tell_catalog()  # labels move without a version that does
 
 
 async def serve(
-    settings: Settings, passed_on: InheritedSockets | None = None, manager: ServiceManager | None = None
+    settings: Settings,
+    passed_on: InheritedSockets | None = None,
+    manager: ServiceManager | None = None,
+    mirror: Mirror | None = None,
 ) -> int:
     """Serve until a signal and return the exit status. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in STOP_SIGNALS:  # before the models load: a stop during a long load is a stop
         loop.add_signal_handler(number, _on_signal, stop)
-    server = Server(settings, passed_on)
+    server = Server(settings, passed_on, mirror)
     if manager is not None:
         server.manager = manager
     if settings.log.format == "text":
@@ -419,8 +437,14 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = None) -> int:
-    """Run a server in this process and return the exit status.
+def run(
+    settings: Settings,
+    *,
+    give_up: Callable[[Exception], None] | None = None,
+    mirror: Mirror | None = None,
+) -> int:
+    """Run a server in this process and return the exit status. `mirror` is that of the object store whose
+    files the settings name.
 
     `give_up` is called with the error of a failed start; without it the error goes to standard error.
     """
@@ -431,7 +455,7 @@ def run(settings: Settings, *, give_up: Callable[[Exception], None] | None = Non
     try:
         refuse_open_places(settings)
         passed_on = take_inherited(os.environ)
-        status = uvloop.run(serve(settings, passed_on, ServiceManager(os.environ)))
+        status = uvloop.run(serve(settings, passed_on, ServiceManager(os.environ), mirror))
         _leave_threads(settings, status)
         return status
     except (ConfigError, ServeError, OSError) as error:
@@ -477,7 +501,7 @@ def judge(catalog: Catalog, host: VersionLoader, *, strict: bool, may_be_empty: 
     failed = [
         f"{name}: {state.reason}"
         for name, state in models.items()
-        if not state.ready
+        if not (state.ready or _is_on_demand(catalog.models[name]))
         and (strict or catalog.models[name].latest is not None or _loading(catalog.models[name]))
     ]
     if failed:
@@ -492,6 +516,11 @@ def _wanted(model: Model) -> bool:
     return model.error is not None or any(
         v.state is not VersionState.END or v.error is not None for v in versions
     )
+
+
+def _is_on_demand(model: Model) -> bool:
+    """Return whether a model is not in memory, for its next request to load."""
+    return model.on_demand and model.latest is None
 
 
 def _loading(model: Model) -> bool:
@@ -509,6 +538,8 @@ def _judge_model(model: Model, host: VersionLoader, *, starting: bool) -> ModelR
     if latest is not None:
         alive, wanted = host.alive(latest), latest.config.instances
         return ModelReadiness(not latest.down, latest.down, alive, wanted, failed)
+    if not starting and model.waits_for_demand:
+        return ModelReadiness(True, DORMANT, failed=failed)
     if starting or _loading(model):
         return ModelReadiness(False, _say_loading(model, host), failed=failed)
     errors = [v.error for v in model.versions.values() if v.error is not None]

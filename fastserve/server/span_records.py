@@ -2,10 +2,13 @@
 
     server span      of the request, named after its route or RPC
       decode         from its arrival to its tensors
-      batch          until its rows lie in a batch: a wait for room, or for a scheduler's turn; none on the
-      fast path queue          until a worker takes the batch compute        until the batch is done; linked
-      to the span of the batch encode         until the answer is written generate       of text: one
-      sequence, with the moment of its first token
+      batch          until its rows lie in a batch: a wait for room or a scheduler; none on the fast path
+      queue          until a worker takes the batch
+      compute        until the batch is done; linked to the batch's span
+        call MODEL   of the model to another: with batch, queue and compute of its own
+      encode         until the answer is written
+      generate       of text: one sequence, with the moment of its first token
+      run            of an ensemble, with a run below it for each step: with batch, queue and compute
 
     batch MODEL      in a trace of its own: linked to the compute spans of all its traced requests
 
@@ -25,6 +28,7 @@ from fastserve.util.spans import (
     Attributes,
     AttributeValue,
     BatchTimes,
+    CallFacts,
     HttpFacts,
     RequestSpan,
     RpcFacts,
@@ -94,7 +98,8 @@ def read_request(request: RequestSpan) -> tuple[list[SpanRecord], list[BatchReco
     for name, start_ns, end_ns, attributes, moments in request.children:
         events: list[Event] = [(moment, ns + shift, {}) for moment, ns in moments]
         spans.append(_child(request, make_span_id(), name, start_ns, end_ns, attributes, events))
-    return [_read_own(request), *spans], batches
+    own = [] if request.facts is None else [_read_own(request)]
+    return own + spans, batches
 
 
 def _read_own(request: RequestSpan) -> SpanRecord:
@@ -104,13 +109,16 @@ def _read_own(request: RequestSpan) -> SpanRecord:
         attributes |= {MODEL: first.model, VERSION: first.version}
         rows = sum(batch.rows for run in request.runs for batch in run.batches)
         attributes |= {ROWS: rows} if rows else {}
+    kind = "server"
     if isinstance(request.facts, HttpFacts):
         name, failed = _describe_call(request, request.facts, attributes)
+    elif isinstance(request.facts, CallFacts):
+        name, failed, kind = *_describe_model_call(request, request.facts, attributes), "internal"
     else:
         name, failed = _describe_rpc(request, attributes)
     shift = request.shift_ns
     return SpanRecord(
-        *(context.trace_id, context.span_id, request.parent_id, context.state, name, "server"),
+        *(context.trace_id, context.span_id, request.parent_id, context.state, name, kind),
         *(request.started_ns + shift, request.ended_ns + shift, attributes),
         error=(request.error or str(attributes["error.type"])) if failed else None,
     )
@@ -157,6 +165,17 @@ def _describe_rpc(request: RequestSpan, attributes: Attributes) -> tuple[str, bo
     return path, request.status in FAILED_KINDS
 
 
+def _describe_model_call(request: RequestSpan, facts: CallFacts, attributes: Attributes) -> tuple[str, bool]:
+    """Add what a model's call to another one is described with; return the span's name and whether it
+    failed."""
+    attributes[MODEL] = facts.model[:TEXT_MAX]
+    if facts.request_id:
+        attributes["fastserve.request_id"] = facts.request_id[:TEXT_MAX]
+    if request.status:
+        attributes["error.type"] = Kind(request.status).name
+    return f"call {attributes[MODEL]}", request.status in FAILED_KINDS
+
+
 def _host(address: str) -> str:
     return address.rpartition(":")[0] or address
 
@@ -177,11 +196,12 @@ def _child(
     events: Sequence[Event] = (),
     links: Sequence[LinkTo] = (),
     error: str | None = None,
+    parent_id: str = "",
 ) -> SpanRecord:
-    """Return a span below the request's own; its times are those of the request."""
+    """Return a span below the request's own, or below `parent_id`; its times are those of the request."""
     context, shift = request.context, request.shift_ns
     return SpanRecord(
-        *(context.trace_id, span_id, context.span_id, context.state, name, "internal"),
+        *(context.trace_id, span_id, parent_id or context.span_id, context.state, name, "internal"),
         *(start_ns + shift, max(start_ns, end_ns) + shift, attributes, events, links, error),
     )
 
@@ -191,28 +211,52 @@ def _read_run(
 ) -> None:
     about: Attributes = {MODEL: run.model, VERSION: run.version}
     ended_ns = run.ended_ns or request.ended_ns
+    model_id, above_id = run.context.span_id, run.above_id
     if not run.batches:  # an ensemble, an answer from the cache, or a request that never got to a worker
-        own_id = run.context.span_id
-        spans.append(_child(request, own_id, "run", run.begun_ns, ended_ns, about, error=run.error))
+        more = run.begun_ns, ended_ns, about
+        spans.append(_child(request, model_id, "run", *more, error=run.error, parent_id=above_id))
+        return
+    if above_id:
+        step_id = make_span_id()
+        more = run.begun_ns, ended_ns, about
+        spans.append(_child(request, step_id, "run", *more, error=run.error, parent_id=above_id))
+        above_id = step_id
     for number, batch in enumerate(run.batches):
-        _, taken_ns, run_ns, ran_ns, done_ns = batch.times_ns
-        end_ns = done_ns or ended_ns
-        queued_ns = max(batch.written_ns, taken_ns) if taken_ns else end_ns
         if not number:
-            spans.append(_child(request, make_span_id(), "batch", run.begun_ns, batch.written_ns, about))
-        spans.append(_child(request, make_span_id(), "queue", batch.written_ns, queued_ns, about))
-        if not taken_ns:
-            continue
-        shift = request.shift_ns
-        own_id = make_span_id() if number else run.context.span_id
-        moments = (("run started", run_ns), ("run ended", ran_ns))
-        events: list[Event] = [(name, ns + shift, {}) for name, ns in moments if ns]
-        ids = batch_ids(batch)
-        more = {**about, ROWS: batch.rows}
-        spans.append(_child(request, own_id, "compute", queued_ns, end_ns, more, events, [ids], run.error))
-        times_ns = tuple(ns + shift if ns else 0 for ns in batch.times_ns)
-        link = request.context.trace_id, own_id
-        batches.append(BatchRecord(*ids, run.model, run.version, times_ns, batch.rows, link, run.error))
+            more = run.begun_ns, batch.written_ns, about
+            spans.append(_child(request, make_span_id(), "batch", *more, parent_id=above_id))
+        own_id = make_span_id() if number else model_id
+        _read_batch(request, run, batch, (own_id, above_id), spans, batches)
+
+
+def _read_batch(
+    request: RequestSpan,
+    run: RunTrace,
+    batch: BatchTimes,
+    ids: tuple[str, str],
+    spans: list[SpanRecord],
+    batches: list[BatchRecord],
+) -> None:
+    """Add what a run's rows did in a batch. The first of `ids` is of the last span there, below which the
+    model's own are, the second of their parent."""
+    own_id, above_id = ids
+    about: Attributes = {MODEL: run.model, VERSION: run.version}
+    _, taken_ns, run_ns, ran_ns, done_ns = batch.times_ns
+    end_ns = done_ns or run.ended_ns or request.ended_ns
+    if not taken_ns:  # or nobody knows, as its client had left before
+        spans.append(_child(request, own_id, "queue", batch.written_ns, end_ns, about, parent_id=above_id))
+        return
+    queued_ns, shift = max(batch.written_ns, taken_ns), request.shift_ns
+    more = batch.written_ns, queued_ns, about
+    spans.append(_child(request, make_span_id(), "queue", *more, parent_id=above_id))
+    moments = (("run started", run_ns), ("run ended", ran_ns))
+    events: list[Event] = [(name, ns + shift, {}) for name, ns in moments if ns]
+    batch_span, rows = batch_ids(batch), {**about, ROWS: batch.rows}
+    computed = queued_ns, end_ns, rows, events, [batch_span], run.error, above_id
+    spans.append(_child(request, own_id, "compute", *computed))
+    times_ns = tuple(ns + shift if ns else 0 for ns in batch.times_ns)
+    link = request.context.trace_id, own_id
+    batches.append(BatchRecord(*batch_span, run.model, run.version, times_ns, batch.rows, link, run.error))
 
 
 def batch_ids(batch: BatchTimes) -> LinkTo:

@@ -24,13 +24,13 @@ import msgspec
 
 from fastserve.errors import ConfigError, install_text
 from fastserve.metrics import Registry, names
+from fastserve.net.traced_endpoints import TraceSampler
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.settings import OtelOptions, Settings
 from fastserve.settings.kserve_options import OPENTELEMETRY, TraceValues, parse_trace_config
 from fastserve.util.logs import current_logs
 from fastserve.util.rate_limited_log import RateLimitedLog
-from fastserve.util.spans import RequestSpan, count_spans
-from fastserve.util.tracing import TraceSampler
+from fastserve.util.spans import HttpFacts, RequestSpan, RpcFacts, count_spans
 from fastserve.workers.control import ControlFault
 from fastserve.workers.group import Backoff
 from fastserve.workers.process import ENTRY, WorkerProcess, worker_environment
@@ -229,7 +229,7 @@ class SpanOutbox:
             self._lost.add(sum(count_spans(span) for span in spans))
             _limited_log.warn("spans are lost: the exporter's process does not take them")
         else:
-            self._sent.add(len(spans))
+            self._sent.add(sum(isinstance(span.facts, HttpFacts | RpcFacts) for span in spans))
 
 
 class TraceExport(ReplicatedPart):

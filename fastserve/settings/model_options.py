@@ -25,14 +25,17 @@ started on the nodes of the cluster that the server was given with `--ray`.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from math import inf
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from fastserve.errors import ConfigError
+from fastserve.settings.fields import fault_text
 
 
 class _Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -270,6 +273,121 @@ OPTIONAL_INPUTS = ("stream", "sampling_parameters", "exclude_input_in_output")
 OUTPUTS: Mapping[str, Any] = MappingProxyType({"text_output": {"dtype": "bytes", "shape": [1]}})
 
 
+class RequestLogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The `request_log` section of model.yaml: requests of the model that are written to a file."""
+
+    sample: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    """Share of the requests that are logged."""
+    max_bytes: Annotated[int, Meta(ge=4096)] = 104857600
+    """Bytes of the model's files, of all front processes; the oldest lines go first."""
+    max_tensor_bytes: Annotated[int, Meta(ge=0, le=1 << 20)] = 4096
+    """Bytes of a tensor that are logged; of a larger one its beginning."""
+    redact: list[str] = []
+    """Inputs and outputs whose values are not logged."""
+
+
+class StickyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `sticky` section of model.yaml: the header that keeps a client at one version of `traffic`."""
+
+    header: Annotated[str, Meta(pattern="^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
+    """Header over HTTP, metadata over gRPC: requests with the same value of it go to the same version."""
+
+
+class ShadowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The `shadow` section of model.yaml: a version that runs copies of requests; nobody gets its answers."""
+
+    version: Annotated[int, Meta(ge=0)]
+    """Version that the copies are run on. Requests that name no version never go there."""
+    percent: Annotated[float, Meta(ge=0, le=100)] = 10.0
+    """Percent of the requests to other versions that are copied."""
+    most_per_second: Annotated[float, Meta(gt=0)] = 50.0
+    """Most copies a second in each front process; further ones are dropped. A copy costs the front half a
+    millisecond."""
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 1e-5
+    """Largest relative difference of floats that count as equal; all else must be the same."""
+
+
+class TrafficRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The versions that requests without a version go to: the fields of model.yaml, or of the client who has
+    set others."""
+
+    traffic: dict[str, float] = {}
+    """Version or label -> weight."""
+    sticky: StickyOptions | None = None
+    shadow: ShadowOptions | None = None
+
+    def __post_init__(self) -> None:
+        check_traffic(self)
+
+    @property
+    def shadowed(self) -> int:
+        """The version that is a shadow; -1 for none."""
+        return -1 if self.shadow is None else self.shadow.version
+
+    def describe(self) -> Iterator[str]:
+        """Yield a sentence for traffic and for the shadow, where there are some."""
+        total = sum(self.traffic.values())
+        shares = [f"{arm} {100 * weight / total:.4g} percent" for arm, weight in self.traffic.items()]
+        if shares:
+            sticky = "" if self.sticky is None else f", sticky by header {self.sticky.header}"
+            yield f"requests without a version: {', '.join(shares)}{sticky}"
+        if self.shadow is not None:
+            yield f"shadow: {self.shadow.percent:g} percent of requests, copied to version {self.shadowed}"
+
+    def find_problems(self, labels: Mapping[str, int], served: Collection[int]) -> Iterator[str]:
+        """Yield what is wrong with the rules where these versions are served."""
+        for arm in self.traffic:
+            number = arm_number(arm, labels)
+            if number is None:
+                yield f"traffic.{arm}: neither a version nor a label"
+            elif number not in served:
+                yield f"traffic.{arm}: version {number} would not be served"
+            elif number == self.shadowed:
+                yield f"traffic.{arm}: version {number} is the shadow"
+        if self.shadow is not None and self.shadowed not in served:
+            yield f"shadow.version: version {self.shadowed} would not be served"
+        elif self.shadow is not None and len(served) < 2:
+            yield f"shadow.version: version {self.shadowed} is the only one, and answers no requests"
+
+
+MOST_ARMS = 32
+_NUMBER = re.compile("0|[1-9][0-9]{0,18}")
+
+
+class HasTraffic(Protocol):
+    """Rules, or a config that has them."""
+
+    @property
+    def traffic(self) -> Mapping[str, float]: ...
+    @property
+    def sticky(self) -> StickyOptions | None: ...
+    @property
+    def shadow(self) -> ShadowOptions | None: ...
+
+
+def check_traffic(rules: HasTraffic) -> None:
+    """Check the weights of versions. Raises ValueError naming the field."""
+    if len(rules.traffic) > MOST_ARMS:
+        raise ValueError(fault_text("traffic", f"{len(rules.traffic)} versions", f"at most {MOST_ARMS}"))
+    for arm, weight in rules.traffic.items():
+        if not 0 < weight < inf:
+            raise ValueError(fault_text(f"traffic.{arm}", weight, "a number above 0"))
+    if rules.sticky is not None and not rules.traffic:
+        raise ValueError(fault_text("sticky", rules.sticky.header, "nothing without traffic"))
+    if rules.shadow is not None and str(rules.shadow.version) in rules.traffic:
+        raise ValueError(
+            fault_text("shadow.version", rules.shadow.version, "a version that traffic does not name")
+        )
+
+
+def arm_number(arm: str, labels: Mapping[str, int]) -> int | None:
+    """Return the version that a key of `traffic` stands for; None for a label that there is not."""
+    return int(arm) if _NUMBER.fullmatch(arm) else labels.get(arm)
+
+
+NO_RULES = TrafficRules()
+
+
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The `text` section of model.yaml. 0 leaves a bound to the model."""
 
@@ -298,8 +416,12 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Library that computes the model; auto: torch where it is installed, else numpy where that can."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the model computes in; auto: float32 on a CPU, the weights' own on a GPU."""
+    quantization: Literal["none", "int8"] = "none"
+    """Linear layers have int8 weights, and round their inputs to 7 bits, row by row: on a CPU with torch."""
     tokenizer: Literal["folder", "words", ""] = "folder"
     """tokenizer.json of the folder, one token a word, or none: the engine takes text."""
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
+    """Form of the calls of tools in answers; auto: as the chat template has it; none: calls stay text."""
     pooling: Literal["", "mean", "last", "cls"] = ""
     """Vectors of texts (/v1/embeddings) are made of the states of all tokens, the last or the first; empty:
     as the folder's modules.json says, else mean of encoders and none of others."""

@@ -241,6 +241,8 @@ class AdminOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """TF Serving's ModelService may replace the models: its callers run code here."""
     reload_saved: bool = False
     """It may replace them by folders of SavedModels, and by those that `models` names."""
+    traffic: bool = False
+    """Clients may change which versions requests go to: POST and DELETE /traffic/MODEL."""
     origins: tuple[Annotated[str, Meta(pattern="^https?://[^/]+$")], ...] = ()
     """Web sites, http://HOST:PORT, whose pages may load, unload and change settings."""
 
@@ -279,6 +281,21 @@ class OtelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f'endpoint: given "{self.endpoint}", allowed: [http[s]://]HOST:PORT[/PATH]')
 
 
+class StorageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The local copy of a repository that lies in an object store."""
+
+    cache: str = ""
+    """Folder of the copies; empty: fastserve/storage of $XDG_CACHE_HOME, or of ~/.cache."""
+    poll_s: Annotated[float, Meta(ge=1)] = 60.0
+    """Seconds between two looks at the store: one list of its files with their ETags."""
+    timeout_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
+    """Seconds in which the store must send something; else the look fails, and what is served stays."""
+    max_bytes: Annotated[int, Meta(ge=1)] = 107374182400
+    """Bytes of one repository's copies, the one that is being fetched included."""
+    allow_http: bool = False
+    """Read addresses that begin with http://, which are not encrypted."""
+
+
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model whose folder is named outright, as TensorFlow Serving's model_config_list does."""
 
@@ -298,11 +315,27 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether its versions must be SavedModels, without a config of their own."""
 
 
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?(?:([KMGT])(i?)B?|B)?", re.ASCII)
+
+
+def read_size(field: str, given: int | str) -> int:
+    """Return the bytes of a number, or of a text such as 500MB, 2GiB or 2G. Raises ValueError."""
+    if isinstance(given, int):
+        found = None if given < 0 else given
+    else:
+        match = _SIZE.fullmatch(given.strip())
+        unit = 1024 if match and match[3] else 1000
+        found = int(float(match[1]) * unit ** " KMGT".index(match[2] or " ")) if match else None
+    if found is None:
+        raise ValueError(fault_text(field, given, "bytes, or a size such as 500MB, 2GiB; 0 for none"))
+    return found
+
+
 class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Models to serve, their folders, and how often these are read again."""
 
     repository: str = ""
-    """The model repository: a folder of NAME/VERSION folders, or `demo`."""
+    """The model repository: a folder of NAME/VERSION folders, `demo`, or an address as s3://bucket/models."""
     models: tuple[ModelEntry, ...] = ()
     """Models elsewhere: a list of name, base_path, version_policy, labels, file, fields."""
     deployment: str = ""
@@ -331,6 +364,22 @@ class RepositorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Seconds before the first such retry; doubles up to 60 each time."""
     allow_labels_for_unavailable: bool = False
     """A new label may point at a version that is not available yet."""
+    memory_budget: int | str = 0
+    """Memory that the workers of all models may have together: bytes, or 500MB, 2GiB. Models are loaded when
+    they are asked for, and the least recently used unloaded. 0: all are loaded."""
+    keep_loaded: tuple[str, ...] = ()
+    """Models that are loaded at the start and never unloaded for others; also `pin: true` of model.yaml."""
+    keep_alive_s: Annotated[float, Meta(ge=0)] = 2.0
+    """Seconds that a model stays after its last request, whatever else is asked for."""
+    load_wait_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    """Seconds that a request waits for its model to be loaded."""
+    load_waiting: Annotated[int, Meta(ge=1)] = 1024
+    """Requests that may wait for models, over all of them; one more is refused."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """The bytes of `memory_budget`, 0 for none. Raises ValueError."""
+        return read_size("memory_budget", self.memory_budget)
 
 
 class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -354,8 +403,10 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     """Seconds after a stop signal in which it is not ready and still serves all."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     """Seconds requests under way may take to finish when stopping."""
-    response_cache_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Bytes of responses kept for models with response_cache; 0 for none."""
+    response_cache_bytes: Annotated[int, Meta(ge=0)] = 67108864
+    """Bytes of responses kept for all models with cache or response_cache; 0 for none."""
+    request_log_folder: str = ""
+    """Folder of the files that models with request_log are logged to; empty: none is."""
     rate_limit: Literal["off", "execution_count"] = "off"
     """Whether instance_group.rate_limiter holds batches back; off: it does not."""
     rate_limit_resources: tuple[Annotated[str, Meta(pattern="^[^:]+:[1-9][0-9]{0,8}$")], ...] = ()
@@ -398,9 +449,11 @@ class Settings(RepositorySettings, frozen=True, forbid_unknown_fields=True, kw_o
     textgen: TextgenOptions = TextgenOptions()
     log: LogOptions = LogOptions()
     otel: OtelOptions = OtelOptions()
+    storage: StorageOptions = StorageOptions()
 
     def __post_init__(self) -> None:
         read_metrics_config(self.metrics_config)
+        _ = self.budget_bytes
         self._check_tls()
         if self.audit_log and not self.keys:
             raise ValueError("audit_log: given without keys, allowed: with keys")

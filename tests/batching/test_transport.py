@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,14 @@ import torch
 from fastserve import BatchedService, VectorTransformer
 from fastserve.errors import Kind, ServeError
 from tests.batching import models
+from tests.warm import with_torch
+
+
+@pytest.fixture(autouse=True)
+def workers_have_torch() -> Iterator[None]:
+    """Their classes are of this module, which imports it."""
+    with with_torch():
+        yield
 
 
 @dataclass

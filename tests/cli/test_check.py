@@ -39,7 +39,7 @@ def test_a_broken_model_is_explained(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert (
         'backend: given "pyton", allowed: python, onnx, torch, tensorflow, sklearn, xgboost, lightgbm, '
-        "catboost, treelite, text, text_python or module:Class" in result.output
+        "catboost, treelite, transformers, text, text_python or module:Class" in result.output
     )
 
 
@@ -204,3 +204,16 @@ def test_an_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("demo", "--no-load")
     assert result.exit_code == 1
     assert "FRONTEND: unknown variable, did you mean FASTSERVE_FRONTENDS?" in result.output
+
+
+@pytest.mark.usefixtures("logs_as_before")
+def test_one_model_by_its_file(tmp_path: Path) -> None:
+    """As `fastserve serve` takes it; the name is told, and a pickle wants its flag."""
+    file = Path(__file__).parents[2] / "examples/onnx/digits/1/model.onnx"
+    result = run(str(file), "--name", "figures")
+    assert result.exit_code == 0, result.output
+    assert "figures: version 1" in result.output
+    assert "outputs: scores float32[10], digit int64[]" in result.output
+    (tmp_path / "a.pkl").write_bytes(b"\x80\x04N.")
+    assert "a.pkl is a pickle" in run(str(tmp_path / "a.pkl")).output
+    assert "allowed: with one model" in run("demo", "--name", "x").output

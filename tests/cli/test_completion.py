@@ -53,6 +53,13 @@ def test_flags_common_ones_first_and_all_once_one_is_begun() -> None:
     assert item.help == "Seconds after a stop signal in which it is not ready and still serves all."
 
 
+def test_rare_flags_stay_rare_after_the_help_has_listed_them() -> None:
+    common = values("serve", "--")
+    told = CliRunner().invoke(main, ["serve", "--help-all"])
+    assert "--limits-body-bytes" in told.output
+    assert values("serve", "--") == common
+
+
 def test_values_and_paths() -> None:
     assert values("serve", "--model-control", "") == ["none", "poll", "explicit"]
     assert values("serve", "--log-level", "w") == ["warning"]

@@ -15,7 +15,7 @@ from fastserve.cli import main
 from fastserve.errors import ConfigError
 from fastserve.settings import key_file
 from fastserve.settings.config_files import parse_yaml
-from fastserve.settings.key_file import KEY, changing, make_key, read_keys
+from fastserve.settings.key_file import KEY, KeyFileReader, changing, make_key, read_keys
 
 
 def key(*arguments: str, status: int = 0) -> str:
@@ -215,3 +215,30 @@ def test_a_file_as_it_is_written_is_read_as_yaml_would_be(path: Path) -> None:
     path.write_text(text.replace("  id:", "  name:", 1))
     with pytest.raises(ConfigError, match="given twice"):
         read_keys(path)
+
+
+def test_entries_that_stay_are_read_once(path: Path) -> None:
+    """A server reads the file while it serves: a change of one key costs the same beside many others."""
+    with changing(path) as entries:
+        for number in range(5):
+            entries.append(make_key(f"k{number}", ("infer",))[1])
+    reader = KeyFileReader(path)
+    before = reader.read().keys
+    with changing(path) as entries:
+        entries[2] = make_key("k2", ("infer", "health"))[1]
+        del entries[3]
+        entries.append(make_key("new", ("infer",))[1])
+    after = reader.read().keys
+    assert after == read_keys(path).keys
+    assert [entry.name for entry in after] == ["k0", "k1", "k2", "k4", "new"]
+    assert [any(entry is one for one in before) for entry in after] == [True, True, False, True, False]
+    text = path.read_text()
+    first = text.index("- name")
+    path.write_text(text + text[first : text.index("- name", first + 1)])
+    with pytest.raises(ConfigError, match='name "k0" twice'):
+        reader.read()
+    path.write_text(text.replace('"infer"', '"infr"', 1))
+    with pytest.raises(ConfigError, match=r"scopes.*infr"):
+        reader.read()
+    path.write_text(text)
+    assert [any(entry is one for one in after) for entry in reader.read().keys] == [True] * 5

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,9 +18,9 @@ import pytest
 
 from fastserve.dialects.tfserving.service import NO_DIMENSIONS, OTHER_ROWS
 from fastserve.protos import load
-from tests.running import START_S, free_port, run_command, until
+from tests.running import START_S, free_port, run_command, started, until
 
-COMMAND = [sys.executable, "-m", "fastserve.cli", "tensorflow-model-server"]
+COMMAND = "tensorflow-model-server"
 CONFIG = """
 backend: python
 inputs: {x: {dtype: float32, shape: []}}
@@ -55,7 +53,7 @@ def write_version(base: Path, code: str = MODEL) -> None:
 
 def start(*flags: str) -> tuple[int, str, str]:
     """A start that ends by itself: exit status, standard output, standard error."""
-    done = run_command("tensorflow-model-server", *flags)
+    done = run_command(COMMAND, *flags)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -63,15 +61,10 @@ def start(*flags: str) -> tuple[int, str, str]:
 def serving(base: Path, log: Path) -> Iterator[str]:
     port = free_port()
     flags = ["--port=0", f"--rest_api_port={port}", "--model_name=m", f"--model_base_path={base}"]
-    with log.open("wb") as out:
-        process = subprocess.Popen([*COMMAND, *flags], stdout=out, stderr=out)
-    try:
+    with log.open("wb") as out, started(COMMAND, *flags, stderr=out.fileno()) as process:
         yield f"http://127.0.0.1:{port}/v1/models/m"
         process.send_signal(signal.SIGTERM)
         assert process.wait(START_S) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 @contextmanager
@@ -79,17 +72,12 @@ def serving_grpc(base: Path, log: Path, *flags: str) -> Iterator[grpc.Channel]:
     place = next((flag.partition("=")[2] for flag in flags if "grpc_socket_path" in flag), "")
     port = 0 if place else free_port()
     given = [f"--port={port}", "--model_name=m", f"--model_base_path={base}", *flags]
-    with log.open("wb") as out:
-        process = subprocess.Popen([*COMMAND, *given], stdout=out, stderr=out)
-    try:
+    with log.open("wb") as out, started(COMMAND, *given, stderr=out.fileno()) as process:
         with grpc.insecure_channel(f"unix:{place}" if place else f"127.0.0.1:{port}") as channel:
             grpc.channel_ready_future(channel).result(START_S)
             yield channel
         process.send_signal(signal.SIGTERM)
         assert process.wait(START_S) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def ask(url: str, body: Any = None) -> tuple[int, Any]:

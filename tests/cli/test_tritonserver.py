@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from fastserve.settings.key_file import changing, make_key
-from tests.running import START_S, free_port, run_command
+from tests.running import START_S, free_port, run_command, started
 from tests.server.rig import write_model
 
-COMMAND = [sys.executable, "-m", "fastserve.cli", "tritonserver"]
+COMMAND = "tritonserver"
 
 
 def start(*flags: str) -> tuple[int, str, str]:
     """A start that ends by itself: exit status, standard output, standard error."""
-    done = run_command("tritonserver", *flags)
+    done = run_command(COMMAND, *flags)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -32,8 +30,7 @@ def test_a_command_line_of_tritons_serves(tmp_path: Path) -> None:
     ports = [f"--http-port={http}", "--grpc-port", str(grpc), f"--metrics-port={metrics}"]
     local = ["--http-address=127.0.0.1", "--grpc-address=127.0.0.1"]
     flags = ["--model-repository", str(tmp_path / "models"), *ports, *local, "--log-verbose=1"]
-    server = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
+    with started(COMMAND, *flags) as server:
         assert server.stdout is not None
         assert b"ready" in server.stdout.readline()
         body = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
@@ -46,10 +43,6 @@ def test_a_command_line_of_tritons_serves(tmp_path: Path) -> None:
             assert b'nv_inference_count{model="twice",version="1"} 1' in reply.read()
         server.send_signal(signal.SIGTERM)
         assert server.wait(START_S) == 0
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
 
 
 def test_what_cannot_be_taken_ends_the_start() -> None:
@@ -105,16 +98,13 @@ def test_files_of_a_load_ask_for_a_key_or_a_flag(
         headers["authorization"] = f"Bearer {key}"
     port = free_port()
     flags = [f"--model-repository={tmp_path / 'models'}", f"--http-port={port}", *LOCAL]
-    server = subprocess.Popen(
-        [*COMMAND, *flags, "--model-control-mode=explicit"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
     source = base64.b64encode(SENT.encode()).decode()
     tensor = {"data_type": "TYPE_FP32", "dims": [2]}
     config = {"backend": "python", "max_batch_size": 4}
     config |= {"input": [{"name": "x", **tensor}], "output": [{"name": "y", **tensor}]}
     body = {"parameters": {"config": json.dumps(config), "file:1/model.py": source}}
     url = f"http://127.0.0.1:{port}/v2/repository/models/sent/load"
-    try:
+    with started(COMMAND, *flags, "--model-control-mode=explicit") as server:
         assert server.stdout is not None
         assert b"ready" in server.stdout.readline()
         asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
@@ -124,10 +114,6 @@ def test_files_of_a_load_ask_for_a_key_or_a_flag(
         except urllib.error.HTTPError as error:
             found, text = error.code, error.read().decode()
         assert (found, told in text) == (status, True), text
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
 
 
 def test_help_names_the_flags() -> None:

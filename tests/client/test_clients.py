@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from fastserve import AsyncClient, Client
+from fastserve.client.http import send_pieces
 from fastserve.errors import Kind, ServeError
 from tests.app.apps import ColdApp, write_app
 from tests.certificates import issue, root_file
@@ -345,3 +347,31 @@ def test_what_cannot_be_asked_is_refused(url: str, options: dict[str, Any]) -> N
     client = Client("http://127.0.0.1:1", headers={"a": "b\r\nc: d"})
     with pytest.raises(ValueError, match="header 'a'"):
         client.models()
+
+
+@pytest.mark.parametrize(
+    "pieces", [[b"head"], [b"head", b"", memoryview(bytes(range(256)) * 2000)], [b"x"] * 3000]
+)
+def test_pieces_arrive_whole_however_slowly_they_are_read(pieces: list[bytes | memoryview]) -> None:
+    """More of them than one system call takes, and a piece that is larger than the socket's buffer."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    wanted, found = b"".join(pieces), bytearray()
+
+    def read() -> None:
+        theirs.settimeout(60)
+        while len(found) < len(wanted):
+            found.extend(theirs.recv(1000))
+
+    with ours, theirs:
+        reader = threading.Thread(target=read)
+        reader.start()
+        send_pieces(ours, pieces, time.monotonic() + 60)
+        reader.join(60)
+    assert bytes(found) == wanted
+
+
+def test_pieces_that_nobody_reads_end_in_time() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError):
+        send_pieces(ours, [bytes(1 << 22)], time.monotonic() + 0.05)

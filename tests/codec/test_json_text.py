@@ -22,11 +22,15 @@ PACKAGE = Path(fastserve.__file__).parent
 ROOMS = ("dialects", "serving", "wire", "repository", "codec")
 OTHERS_BYTES = {
     "codec/json_text.py": "the reader",
+    "repository/storage.py": "the manifest of a mirror",
+    "repository/storage_sources.py": "the Hub's description of a model, bounded",
     "repository/mlflow_model.py": "the signature of an MLmodel, a file of a model's folder",
     "serving/replication.py": "records that the owner's process has written",
     "serving/text/chat.py": "files of a model's folder",
     "serving/text/tokenizer.py": "a tokenizer's own state",
     "dialects/text_common/mindie_metrics.py": "rates that the owner's process has written",
+    "dialects/openai/anthropic.py": "arguments that a model has written",
+    "dialects/openai/call_parsers.py": "one text of a call that a model has written",
     "dialects/grps/json_messages.py": "one member as the text that it is, and no object",
     "dialects/grps/predict.py": "headers that a model's worker says",
 }

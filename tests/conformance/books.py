@@ -50,6 +50,18 @@ class Told(Counter[str]):
         return +told
 
 
+def count_cause(rig: Rig, model: str, cause: str) -> int:
+    """How many requests of a model were turned away or left for a cause. A scenario may ask again and again:
+    to read everything takes twenty times as long."""
+    found = rig.server.registry.read(names.REJECTS, names.CANCELS)
+    return sum(
+        int(value)
+        for series in found
+        for (name, _, told), (value,) in series.items()
+        if (name, told) == (model, cause)
+    )
+
+
 def read(rig: Rig, dialect: str, model: str) -> Counter[str]:
     """Everything so far."""
     registry = rig.server.registry

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from fastserve.engine.engine import scheduler_of
-from tests.conformance.books import Told, read
+from tests.conformance.books import Told, count_cause
 from tests.conformance.models import FORMS, PATHS, POLICY_ROWS, QUEUE_ROWS
 from tests.conformance.rig import Rig, is_right
 from tests.conformance.ways import (
@@ -67,7 +67,7 @@ class Case:
 
     def turned_away(self, cause: str) -> int:
         """How many requests were, so far."""
-        return read(self.rig, self.way.dialect, self.model)[cause]
+        return count_cause(self.rig, self.model, cause)
 
     async def is_well(self) -> bool:
         """Whether a request is answered as ever."""

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from fastserve.cli.worker import worker
+from fastserve.repository.model_config import NativeConfig
 from fastserve.settings import load_settings
+from fastserve.settings.model_options import read_address
+from fastserve.workers.remote.keys import read_key, write_keys
 from tests.deploy.manifests import check_hardened, check_pod, check_release, check_starts, pods_of
 from tools import render_chart
 
@@ -36,7 +40,7 @@ def test_manifests_are_of_this_chart(name: str) -> None:
 
 @pytest.mark.parametrize("name", render_chart.RENDERED)
 def test_what_manifests_name_is_there(name: str, tmp_path: Path) -> None:
-    found = manifests(name)
+    found = [one for one in manifests(name) if "-workers" not in one["metadata"]["name"]]
     check_release(found)
     (pod,) = (pod for one in found for pod in pods_of(one))
     check_pod(pod)
@@ -60,6 +64,51 @@ def test_a_rollout_takes_nothing_away_before_its_successor_is_ready() -> None:
     rolling = deployment["spec"]["strategy"]["rollingUpdate"]
     assert rolling["maxUnavailable"] == 0
     assert rolling["maxSurge"]
+
+
+def test_remote_workers_reach_their_server_with_their_half_of_the_keys(tmp_path: Path) -> None:
+    found = {(one["kind"], one["metadata"]["name"]): one for one in manifests("workers.yaml")}
+    server, workers = found["Deployment", "fastserve"], found["Deployment", "fastserve-workers"]
+    (pod,) = pods_of(workers)
+    check_pod(pod)
+    check_hardened(pod)
+    assert pod["terminationGracePeriodSeconds"] >= NativeConfig(backend="onnx").run_timeout_ms / 1000 + 5
+    # The command is one that the program takes, and its addresses are those of the service.
+    (container,) = pod["containers"]
+    name, *arguments = container["args"]
+    assert name == worker.name
+    given = worker.make_context(name, arguments).params
+    (address,) = given["addresses"]
+    host, ports = read_address(address)
+    service = found["Service", host]
+    assert [(port["port"], port["targetPort"]) for port in service["spec"]["ports"]] == [
+        (p, p) for p in ports
+    ]
+    assert service["spec"]["publishNotReadyAddresses"]  # a server is ready after its workers
+    # The service and both policies are of these pods and these ports.
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in (server, workers)]
+    assert service["spec"]["selector"].items() <= labels[0].items()
+    assert not service["spec"]["selector"].items() <= labels[1].items()
+    inwards, outwards = (found["NetworkPolicy", f"fastserve-workers{end}"]["spec"] for end in ("-server", ""))
+    assert workers["spec"]["selector"]["matchLabels"].items() <= labels[1].items()
+    for policy, own, rule, peer, other in (
+        (inwards, labels[0], inwards["ingress"][0], "from", labels[1]),
+        (outwards, labels[1], outwards["egress"][0], "to", labels[0]),
+    ):
+        assert policy["podSelector"]["matchLabels"].items() <= own.items()
+        assert rule[peer][0]["podSelector"]["matchLabels"].items() <= other.items()
+        assert [port["port"] for port in rule["ports"]] == list(ports)
+    # Each side has its own key of the pair, and the program takes that for this side.
+    for one, side in ((server, "server"), (workers, "worker")):
+        (volume,) = (v for p in pods_of(one) for v in p["volumes"] if "secret" in v)
+        assert volume["secret"]["items"] == [{"key": f"{side}.key", "path": f"{side}.key"}]
+    paths = {path.name: path for path in write_keys(tmp_path)}
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "key")
+    assert given["key"] == Path(mount["mountPath"]) / "worker.key"
+    assert read_key(paths["worker.key"], "worker").role == "worker"
+    # The next server gets the workers when this one has let them go.
+    assert server["spec"]["strategy"] == {"type": "Recreate"}
+    assert server["spec"]["replicas"] == 1
 
 
 def test_every_value_is_in_the_schema_and_used() -> None:
@@ -103,6 +152,8 @@ def test_helm_lints_the_chart() -> None:
         ("config.drain_s=1", "config"),
         ("ports.http=80", "ports/http"),
         ("keda.prometheus=here", "keda/prometheus"),
+        ("workers.ports.first=80", "workers/ports/first"),
+        ("workers.secret=keys", "allowed: replicas=1 and no autoscaling"),
     ],
 )
 def test_a_wrong_value_is_refused(value: str, told: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fastserve.cli.compatible import kserve_settings, mlserver_settings
+from fastserve.cli.predictive import kserve_settings
 from fastserve.errors import ConfigError
 from fastserve.settings.sources import list_variables
 from tests.running import START_S, free_port
@@ -74,8 +75,11 @@ def started(name: str, models: Path, labels: dict[str, str]) -> Iterator[str]:
     if name == "tritonserver":  # the only default that a test cannot have
         command.append(f"--metrics-port={ports['8002']}")
     environment = {one["name"]: fill(one["value"]) for one in asked.get("env", [])}
+    if name == "predictiveserver":
+        command.append(f"--grpc_port={ports['9000']}")
     if name == "mlserver":  # by KServe's controller
         environment |= {"MLSERVER_MODEL_NAME": labels["Name"], "MLSERVER_MODEL_URI": str(models)}
+        environment["MLSERVER_METRICS_PORT"] = ports["8002"]
     environment |= {"FASTSERVE_DRAIN_DELAY_S": "0"} if "FASTSERVE_DRAIN_DELAY_S" in environment else {}
     with (models.parent / "log").open("wb") as log:
         server = subprocess.Popen(
@@ -142,6 +146,97 @@ def test_mlservers_variables_serve_a_pickle(iris: Path) -> None:
     with started("mlserver", iris, labels) as place:
         (answer,) = post(place, "/v2/models/flowers/infer", {"inputs": [tensor]})["outputs"]
         assert answer["data"] == [0, 2]
+
+
+# The bodies of KServe's own samples: docs/samples/v1beta1/sklearn, and of its end-to-end tests.
+SAMPLE_ROWS = [[6.8, 2.8, 4.8, 1.4], [6.0, 3.4, 4.5, 1.6]]
+SAMPLE = {"inputs": [{"name": "input-0", "shape": [2, 4], "datatype": "FP32", "data": SAMPLE_ROWS}]}
+
+
+def test_kserves_samples_of_iris(tmp_path: Path) -> None:
+    svm, datasets = pytest.importorskip("sklearn.svm"), pytest.importorskip("sklearn.datasets")
+    (tmp_path / "models").mkdir()
+    model = svm.SVC(gamma="scale").fit(*datasets.load_iris(return_X_y=True))
+    (tmp_path / "models/model.joblib").write_bytes(pickle.dumps(model))
+    with started(
+        "predictiveserver", tmp_path / "models", {"Name": "iris", "modelFormat": "sklearn"}
+    ) as place:
+        assert post(place, "/v1/models/iris:predict", {"instances": SAMPLE_ROWS}) == {"predictions": [1, 1]}
+        wanted = {"name": "output-0", "shape": [2], "datatype": "INT64", "data": [1, 1]}
+        assert post(place, "/v2/models/iris/infer", SAMPLE)["outputs"] == [wanted]
+        named = {**SAMPLE, "outputs": [{"name": "output-0"}]}
+        assert post(place, "/v2/models/iris/infer", named)["outputs"] == [wanted]
+        body = json.dumps({**SAMPLE, "parameters": {"binary_data_output": True}}).encode()
+        with urllib.request.urlopen(f"http://{place}/v2/models/iris/infer", body, 60) as reply:
+            whole = reply.read()[int(reply.headers["Inference-Header-Content-Length"]) :]
+            assert np.frombuffer(whole, np.int64).tolist() == [1, 1]
+    with started("mlserver", tmp_path / "models", {"Name": "iris", "modelClass": SKLEARN}) as place:
+        wanted = {"name": "predict", "shape": [2, 1], "datatype": "INT64", "data": [1, 1]}
+        assert post(place, "/v2/models/iris/infer", SAMPLE)["outputs"] == [wanted]
+
+
+SKLEARN = "mlserver_sklearn.SKLearnModel"
+WINE = (
+    *("fixed acidity", "volatile acidity", "citric acid", "residual sugar", "chlorides"),
+    *("free sulfur dioxide", "total sulfur dioxide", "density", "pH", "sulphates", "alcohol"),
+)
+GLASS = (7.4, 0.7, 0.0, 1.9, 0.076, 11, 34, 0.9978, 3.51, 0.56, 9.4)
+
+
+def test_kserves_sample_of_mlflow(tmp_path: Path) -> None:
+    """The wine of KServe's end-to-end test: a column a tensor, of FP32, for an MLflow folder."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    rows = np.random.default_rng(0).uniform(0, 10, (30, len(WINE)))
+    model = linear_model.ElasticNet().fit(rows, rows.sum(axis=1))
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "model.pkl").write_bytes(pickle.dumps(model))
+    columns = json.dumps([{"type": "double", "name": name} for name in WINE])
+    flavors = {"sklearn": {"pickled_model": "model.pkl"}, "python_function": {"predict_fn": "predict"}}
+    (folder / "MLmodel").write_text(yaml.safe_dump({"flavors": flavors, "signature": {"inputs": columns}}))
+    inputs = [
+        {"name": name, "shape": [1], "datatype": "FP32", "data": [value]}
+        for name, value in zip(WINE, GLASS, strict=True)
+    ]
+    body = {"parameters": {"content_type": "pd"}, "inputs": inputs}
+    labels = {"Name": "wine", "modelClass": "mlserver_mlflow.MLflowRuntime"}
+    with started("mlserver", folder, labels) as place:
+        (output,) = post(place, "/v2/models/wine/infer", body)["outputs"]
+    wanted = model.predict(np.array([GLASS], np.float32).astype(float))
+    assert output == {"name": "output-1", "shape": [1, 1], "datatype": "FP64", "data": wanted.tolist()}
+
+
+FLOWERS = """
+import numpy as np
+
+class Model:
+    def __init__(self, config):
+        pass
+
+    def run(self, inputs):
+        sizes = np.array([len(image) for image in inputs["image_bytes"]])
+        scores = np.eye(6, dtype=np.float32)[sizes % 6]
+        return {"scores": scores, "prediction": scores.argmax(axis=1), "key": inputs["key"]}
+"""
+
+
+def test_kserves_sample_of_flowers(tmp_path: Path) -> None:
+    """The request and the reply's shape of the flower model, whose images come in base64."""
+    word = {"dtype": "bytes", "shape": []}
+    outputs = {
+        "scores": {"dtype": "float32", "shape": [6]},
+        "prediction": {"dtype": "int64", "shape": []},
+        "key": word,
+    }
+    config = {"backend": "python", "inputs": {"image_bytes": word, "key": word}, "outputs": outputs}
+    (tmp_path / "flowers/0001").mkdir(parents=True)
+    (tmp_path / "flowers/0001/model.py").write_text(FLOWERS)
+    (tmp_path / "flowers/model.yaml").write_text(yaml.safe_dump(config))
+    image = base64.b64encode(bytes(range(256)) * 4 + b"xy").decode()  # 1026 bytes, divisible by 6
+    body = {"instances": [{"image_bytes": {"b64": image}, "key": "   1"}]}
+    with started("tensorflow-serving", tmp_path / "flowers", {"Name": "flowers"}) as place:
+        (found,) = post(place, "/v1/models/flowers:predict", body)["predictions"]
+    assert found == {"scores": [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], "prediction": 0, "key": "   1"}
 
 
 def test_tritons_arguments_serve_a_repository(tmp_path: Path) -> None:
@@ -218,22 +313,3 @@ def test_flags_and_variables_together(iris: Path) -> None:
     assert [one.address for one in (*settings.http, *settings.grpc)] == ["0.0.0.0:9"]
     assert (settings.frontends, settings.drain_s, settings.log.format) == (2, 7.0, "json")
     assert [(one.name, one.file) for one in settings.models] == [("model", "model.joblib")]
-
-
-def test_model_settings_of_mlserver(iris: Path, tmp_path: Path) -> None:
-    written = {
-        "name": "flowers",
-        "implementation": "mlserver_sklearn.SKLearnModel",
-        "parameters": {"uri": f"{iris}/model.joblib"},
-    }
-    (tmp_path / "model-settings.json").write_text(json.dumps(written))
-    settings = mlserver_settings(str(tmp_path), {"MLSERVER_HTTP_PORT": "9"})
-    assert settings.http[0].address == "0.0.0.0:9"
-    assert [(one.name, one.base_path) for one in settings.models] == [("flowers", str(iris))]
-    (tmp_path / "model-settings.json").write_text("[")
-    with pytest.raises(ConfigError, match=r"model-settings\.json"):
-        mlserver_settings(str(tmp_path), {})
-    with pytest.raises(
-        ConfigError, match=r'given "mlserver_mlflow\.MLflowRuntime", allowed: mlserver_sklearn'
-    ):
-        mlserver_settings("/", {"MLSERVER_MODEL_IMPLEMENTATION": "mlserver_mlflow.MLflowRuntime"})

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import started
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "grps_deployment"
 CLIENT = """
@@ -54,16 +56,13 @@ True
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, str]]:
     """The addresses for HTTP and gRPC."""
-    command = [sys.executable, "-m", "fastserve.cli", "grps", str(EXAMPLE), "--drain-delay-s", "0"]
-    command += ["--http", "127.0.0.1:0=grps", "--grpc", "127.0.0.1:0=grps"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert process.stdout is not None
-            places = dict(re.findall(r"(http|grpc)://(\S+)", process.stdout.readline().decode()))
-            yield places["http"], places["grpc"]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
+    listeners = ("--http", "127.0.0.1:0=grps", "--grpc", "127.0.0.1:0=grps")
+    with started("grps", str(EXAMPLE), "--drain-delay-s", "0", *listeners) as process:
+        assert process.stdout is not None
+        places = dict(re.findall(r"(http|grpc)://(\S+)", process.stdout.readline().decode()))
+        yield places["http"], places["grpc"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
 
 
 def ask(place: str, path: str, body: bytes, kind: str = "application/json") -> bytes:

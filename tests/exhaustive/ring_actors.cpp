@@ -295,13 +295,14 @@ static void bury_worker(Arena *a)
 struct Seen {
     uint64_t word;
     uint32_t generation, rows;
+    bool suspected;
 };
 
 static uint64_t seen_key(const Arena *a, const Seen *seen)
 {
     uint64_t key = 0;
     for (uint32_t i = 0; i < a->slots; i++)
-        key = (key * 31 + seen[i].word) * 0x9e3779b97f4a7c15u + seen[i].generation * 64 + seen[i].rows;
+        key = (key * 31 + seen[i].word) * 0x9e3779b97f4a7c15u + seen[i].generation * 64 + seen[i].rows * 2 + seen[i].suspected;
     return key;
 }
 
@@ -318,15 +319,19 @@ static void look(Arena *a, uint32_t front, uint32_t number, Seen *seen)
     for (uint32_t i = 0; number && i < a->slots; i++) {
         boundary(24, i, number, seen_key(a, seen));
         Seen before = seen[i], now = {};
-        now.rows = slot_lost(a, i, &now.generation);
+        // Another try of `read_lost` would be an owner that comes later.
+        bool still = slot_lost(a, i, &now.generation, &now.rows);
         now.word = load64(&slot_at(a, i)->word);
-        seen[i].rows = 0;
-        if (!now.rows || (number > 1 && (!before.rows || before.generation != now.generation)))
+        now.suspected = (!still || now.rows) && (number == 1 || (before.suspected && before.generation == now.generation));
+        seen[i] = {};
+        if (!now.suspected)
             continue;
-        if (number == 1 || before.rows != now.rows || before.word != now.word) {
+        if (number == 1) {
             slot_seal(a, i);
+            seen[i] = {0, now.generation, 0, true};
+        } else if (!still || before.rows != now.rows || before.word != now.word)
             seen[i] = now;
-        } else
+        else
             slot_forgive(a, i, now.generation, now.rows);
     }
     wake_workers(a);
@@ -344,7 +349,7 @@ static void bury_front(Arena *a, uint32_t front)
         look(a, front, number, seen);
         again = false;
         for (uint32_t i = 0; i < a->slots; i++)
-            again = again || seen[i].rows;
+            again = again || seen[i].suspected;
     }
     boundary(40);
     if (scenario.reborn)

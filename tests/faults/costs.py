@@ -62,6 +62,20 @@ class Model:
         return [[0.0] * 4 for _ in requests]
     info = {"embeds": 4}
 """
+PAIRS = """
+import numpy as np
+
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs):
+        return {"score": np.zeros(len(inputs["text"]), np.float32)}
+"""
+SUMS = """
+class Model:
+    def __init__(self, config): pass
+    def run(self, inputs):
+        return {"y": inputs["x"].sum(axis=1)}
+"""
 OPTIONS = (
     "--model-control", "explicit", "--load-model", "*", "--admin-log-settings",
     "--admin-reload-config", "--allow-client-shm",
@@ -109,6 +123,21 @@ def write_models(folder: Path) -> Path:
     client_models.write_native(folder, "integers", BACK, inputs={"x": whole}, outputs={"y": whole})
     texts = {"dtype": "bytes", "shape": [-1]}
     client_models.write_native(folder, "texts", BACK, inputs={"x": texts}, outputs={"y": texts})
+    text = {"dtype": "bytes", "shape": []}
+    pairs = {"inputs": {"text": text, "text_pair": text}, "max_batch_size": 32}
+    score = {"dtype": "float32", "shape": []}
+    client_models.write_native(folder, "pairs", PAIRS, outputs={"score": score}, **pairs)
+    wide = {"dtype": "float64", "shape": [2]}
+    logged = {"request_log": {"sample": 1.0, "max_tensor_bytes": 1 << 20}}
+    sums = {"inputs": {"x": wide}, "outputs": {"y": {**wide, "shape": []}}}
+    client_models.write_native(folder, "loose", SUMS, **sums, loose_inputs=True, max_batch_size=4096)
+    for name, tensor, more in (
+        ("logged", side, logged),
+        ("logged_texts", texts, logged),
+        ("cached", side, {"cache": True}),
+        ("cached_texts", texts, {"cache": True}),
+    ):
+        client_models.write_native(folder, name, BACK, inputs={"x": tensor}, outputs={"y": tensor}, **more)
     classifies = {"serving_default": {"method": "classify"}}
     client_models.write_native(
         folder,
@@ -139,6 +168,7 @@ def costly_server(folder: Path, config: str = "") -> Iterator[Probed]:
     (folder / "settings.yaml").write_text(CONFIG + config)
     listen = f"127.0.0.1:0={','.join(spoken())}"
     settings = ("--config", str(folder / "settings.yaml"), "--listen", listen)
+    settings += ("--request-log-folder", str(folder / "request logs"))
     with Probed(models, folder / "log", *settings, *OPTIONS, http="off", grpc="off") as server:
         yield server
 

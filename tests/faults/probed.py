@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.running import Running
+from tests.running import FREE, Running
 
 PROBE_FILE = "FASTSERVE_TEST_PROBE"
 PERIOD_S = 0.001
@@ -58,13 +58,13 @@ class Instrument:
 class Probed(Running):
     """Such a server. `meter` tells how long its loop was held."""
 
-    def __init__(self, repository: Path, log: Path, *options: str, **places: str) -> None:
-        super().__init__(repository, log, *options, **places)
+    def __init__(
+        self, repository: Path, log: Path, *options: str, http: str = FREE, grpc: str = FREE
+    ) -> None:
+        super().__init__(repository, log, *options, http=http, grpc=grpc, module="tests.faults.probed")
         probe = log.with_name("probe")
         self.meter = Instrument(probe)
-        at = self._command.index("fastserve.cli")
-        self._command = ["env", f"{PROBE_FILE}={probe}", *self._command]
-        self._command[at + 2] = "tests.faults.probed"
+        self._more[PROBE_FILE] = str(probe)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None

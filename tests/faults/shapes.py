@@ -10,6 +10,7 @@ descriptor gives the fields and which of them can be large. Streams are many mes
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -75,6 +76,7 @@ def keys(size: int) -> bytes:
 FILLINGS: dict[str, Callable[[int], bytes]] = {
     "numbers": lambda n: b"[%b]" % repeat(b"1,", n, b"1"),
     "fractions": lambda n: b"[%b]" % repeat(b"0.1234567,", n, b"1"),
+    "nulls": lambda n: b"[%b]" % repeat(b"null,", n, b"1"),
     "strings": lambda n: b"[%b]" % repeat(b'"",', n, b'""'),
     "wide lists": lambda n: b"[%b]" % repeat(b"[1],", n, b"[1]"),
     "deep lists": lambda n: b"[" * (n // 2) + b"]" * (n // 2),
@@ -84,9 +86,19 @@ FILLINGS: dict[str, Callable[[int], bytes]] = {
     "empty objects": lambda n: b"[%b]" % repeat(b"{},", n, b"{}"),
     "objects": lambda n: b"[%b]" % repeat(b'{"role":"user","content":"a"},', n, b"{}"),
     "keys": keys,
+    "one key again": lambda n: b"{%b}" % repeat(b'"x":1,', n, b'"x":1'),
     "a long key": lambda n: b'{"%b":1}' % (b"k" * n),
     "a long string": lambda n: b'"%b"' % repeat(b"word ", n),
     "escapes": lambda n: b'"%b"' % repeat(b"\\u00e9", n),
+    "base64": lambda n: b'{"b64":"%b"}' % repeat(b"QUJD", n),
+    "base64 of nothing": lambda n: b"[%b]" % repeat(b'{"b64":""},', n, b'{"b64":""}'),
+    "base64 of rows": lambda n: b"[%b]" % repeat(b'{"b64":"QUJDRA=="},', n, b'{"b64":"QQ=="}'),
+    "base64 that ends wrong": lambda n: b'{"b64":"%b"}' % repeat(b"QUJD", n, b"Q"),
+    "base64 texts": lambda n: b"[%b]" % repeat(b'"QUJDRA==",', n, b'"QQ=="'),
+    "an image": lambda n: (
+        b'[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,%b"}}]}]'
+        % repeat(b"QUJD", n)
+    ),
     "a long number": lambda n: b"1" * n,
 }
 PLACES: dict[str, tuple[bytes, ...]] = {
@@ -102,8 +114,20 @@ PLACES: dict[str, tuple[bytes, ...]] = {
         b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","x":%b}',
         b'{"inputs":"a","parameters":{"max_new_tokens":2,"stop":%b}}',
         b'{"inputs":"a","parameters":%b}',
+        b'{"inputs":"a","parameters":{"max_new_tokens":2,"grammar":{"type":"json","value":%b}}}',
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","guided_json":%b}',
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"model":"tokens","guided_choice":%b}',
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"model":"tokens","guided_regex":%b}',
+        b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"model":"tokens","response_format":{"type":"json_schema","json_schema":{"schema":{"enum":%b}}}}',
         b'{"text_input":%b,"parameters":{"max_new_tokens":2}}',
         b'{"input":%b,"model":"tokens"}',
+        b'{"input":"a","instructions":%b,"model":"tokens","max_output_tokens":2}',
+        b'{"input":[{"role":"user","content":%b}],"model":"tokens","max_output_tokens":2}',
+        b'{"messages":[{"role":"user","content":"a"}],"system":%b,"model":"tokens","max_tokens":2}',
+        b'{"tokens":%b,"model":"tokens"}',
+        b'{"query":"a","documents":%b,"model":"pairs"}',
+        b'{"query":%b,"documents":["a","b"],"model":"pairs"}',
+        b'{"text_1":"a","text_2":%b,"model":"pairs"}',
         b'{"inputs":[{"name":"input0","shape":[1,1],"datatype":"UINT32","data":%b}],"outputs":[{"name":"output0"}]}',
     ),
     "tfserving": (
@@ -266,6 +290,66 @@ def http_requests(route: Route, size: int, some: int = 0) -> Iterator[Http]:
         if route.dialect == "triton_v1":
             kind, headers = "application/octet-stream", (*headers, ("NV-InferRequest", V1_HEADER))
         yield Http(name, route.verb, route.target, body, (("Content-Type", kind), *headers))
+
+
+KEPT_MODELS = ("logged", "logged_texts", "cached", "cached_texts")
+"""Models whose requests or answers the server keeps: the request log, the response cache."""
+
+
+def kept_requests(size: int) -> Iterator[Http]:
+    """Requests for models with loose inputs, and for those whose requests or answers are kept."""
+    for model in KEPT_MODELS:
+        datatype = "BYTES" if model.endswith("texts") else "FP32"
+        for name in ("numbers", "fractions", "strings", "a long string", "escapes"):
+            if (datatype == "BYTES") == (name not in ("numbers", "fractions")):
+                filled = fill(name, size)
+                data = filled if filled.startswith(b"[") else b"[%b]" % filled
+                count = data.count(b",") + 1 if filled is data else 1
+                yield _of_tensors(f"{name} to {model}", model, [("x", [1, count], datatype, data)])
+        tensor = ("x", [1, 1], datatype, b'["a"]' if datatype == "BYTES" else b"[1]")
+        yield _of_tensors(f"a long id to {model}", model, [tensor], id=fill("a long string", size))
+    half = b"[%b]" % repeat(b"1,", size // 2, b"1")
+    rows = half.count(b",") + 1
+    table = b'{"content_type":"pd"}'
+    for datatype in ("UINT8", "FP64"):
+        columns = [(name, [rows], datatype, half) for name in "ab"]
+        yield _of_tensors(f"columns of {datatype}", "loose", columns, parameters=table)
+    many = [(f"c{number}", [1], "INT8", b"[1]") for number in range(size // 60)]
+    yield _of_tensors("many columns", "loose", many, parameters=table)
+    nulls = b"[%b]" % repeat(b"null,", size, b"1")
+    yield _of_tensors("nulls", "loose", [("a", [(nulls.count(b",") + 1) // 2, 2], "FP64", nulls)])
+    for datatype, item in (("UINT8", 1), ("BOOL", 1), ("INT64", 8), ("FP32", 4)):
+        rows = size // item // 2
+        yield _of_bytes(f"a matrix of {datatype}", [("a", [rows, 2], datatype, bytes(2 * rows * item))])
+        columns = [(name, [rows], datatype, bytes(rows * item)) for name in "ab"]
+        yield _of_bytes(f"bytes in columns of {datatype}", columns)
+
+
+V2Tensor = tuple[str, list[int], str, bytes]
+"""Name, shape, datatype, and the values as JSON or as bytes."""
+
+
+def _of_tensors(name: str, model: str, tensors: list[V2Tensor], **members: bytes) -> Http:
+    inputs = b",".join(
+        b'{"name":"%b","shape":%b,"datatype":"%b","data":%b}'
+        % (who.encode(), str(shape).encode(), datatype.encode(), data)
+        for who, shape, datatype, data in tensors
+    )
+    more = b"".join(b'"%b":%b,' % (key.encode(), value) for key, value in members.items())
+    body = b'{%b"inputs":[%b]}' % (more, inputs)
+    return Http(name, "POST", f"/v2/models/{model}/infer", body, (("Content-Type", "application/json"),))
+
+
+def _of_bytes(name: str, tensors: list[V2Tensor]) -> Http:
+    """A request for the model `loose`, whose tensors follow its JSON."""
+    inputs = [
+        {"name": who, "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(data)}}
+        for who, shape, datatype, data in tensors
+    ]
+    head = json.dumps({"parameters": {"content_type": "pd"}, "inputs": inputs}).encode()
+    body = head + b"".join(data for _, _, _, data in tensors)
+    headers = (("Inference-Header-Content-Length", str(len(head))),)
+    return Http(name, "POST", "/v2/models/loose/infer", body, headers)
 
 
 def partial_body(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from fastserve.engine.schedulers.plain import MOST_BATCHES
 from tests.faults import shapes
 from tests.faults.costs import Cost, Costs, ask_http, ask_rpc, costly_server
+from tests.running import until
 
 QUICK_BYTES, FULL_BYTES = 1_000_000, 10_000_000
 QUICK_SHAPES = 3  # of each route; of an RPC as many
@@ -88,6 +90,31 @@ def test_a_megabyte_to_each_rpc(costs: Costs, service: str) -> None:
     for path in RPCS:
         if path.split("/")[1] == service:
             check_rpc(costs, path, QUICK_BYTES, QUICK_SHAPES)
+
+
+@pytest.mark.parametrize("size", [QUICK_BYTES, pytest.param(FULL_BYTES, marks=pytest.mark.torture)])
+def test_what_is_fitted_logged_or_cached(costs: Costs, size: int) -> None:
+    """Loose inputs, the request log, whose thread works on after the answer, and the response cache."""
+    excess, statuses = [], list[int]()
+    for request in shapes.kept_requests(size):
+        logs = costs.server.log.with_name("request logs") / f"{request.target.split('/')[3]}.jsonl"
+
+        def ask(request: shapes.Http = request, logs: Path = logs) -> None:
+            before = logs.stat() if logs.exists() else None
+            statuses.append(ask_http(costs.server, request))
+            if statuses[-1] == 200 and logs.stem.startswith("logged"):
+                until(lambda: logs.exists() and logs.stat() != before, "the request is logged")
+
+        # A byte or two are a number of eight bytes to the model, converted: twice the CPU and eight times the
+        # memory of a body of its size.
+        grows = request.name.endswith(("INT8", "BOOL", "FP64"))
+        cost = least(costs, len(request.body) * (8 if grows else 1), ask)
+        cost = cost._replace(cpu_s=cost.cpu_s / (2 if grows else 1))
+        if cost.excess or statuses[-1] in (0, 503):
+            excess.append(f"{request.name}: {cost.excess}, {statuses[-1]}")
+    assert costs.server.alive, costs.server.log.read_text()[-3000:]
+    assert not excess, "\n".join(excess)
+    assert statuses.count(200) > 5
 
 
 @pytest.mark.parametrize("dialect", ["app", "tfserving", "kserve_v2", "grps"])

@@ -29,7 +29,9 @@ class RelayedEngine(Engine):
         self.owner = RelayChannel.create(pool_bytes, tickets=tickets)
         message, fds = self.owner.describe()
         self.channel = RelayChannel.join(message, [os.dup(fd) for fd in fds])
-        self.relay_server = RelayServer(self.owner, server.host.engine, self._versions.get)
+        self.relay_server = RelayServer(
+            self.owner, server.host.engine, self._versions.get, server.host.callbacks.want
+        )
         self.client = RelayClient(self.channel)
         self.relay_server.open()
         self.client.open()

@@ -93,7 +93,8 @@ async def serving(folder: Path, **changes: Any) -> AsyncIterator[Served]:
     settings = {"model_control": "explicit", "load_models": ("*",), "drain_s": 5.0, **changes}
     settings.setdefault("admin", AdminOptions(file_overrides=True, log_settings=True))
     settings.setdefault("http", (Listener("127.0.0.1:0"),))
-    server = Server(Settings(repository=str(folder), grpc=(), **settings))
+    settings.setdefault("grpc", ())
+    server = Server(Settings(repository=str(folder), **settings))
     await server.open()
     served = Served(server)
     try:

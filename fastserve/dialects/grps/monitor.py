@@ -16,14 +16,11 @@ import os
 import time
 from array import array
 from collections import deque
-from typing import TYPE_CHECKING
 
+from fastserve._ext.shared_metrics import DurationSpread
 from fastserve.metrics import Metric, names
-from fastserve.metrics.registry import BUCKETS, Registry, SpreadWindow, bucket_of, middle_ns, quantiles_ns
+from fastserve.metrics.registry import BUCKETS, Registry, SpreadWindow, middle_ns, quantiles_ns
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState
-
-if TYPE_CHECKING:
-    from fastserve._ext.shared_metrics import Counter
 
 POINTS = (60, 60, 24, 30)  # seconds, minutes, hours, days
 MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -68,7 +65,8 @@ class Trend:
         return [(at, round(value, 3)) for at, value in enumerate(values)]
 
 
-TOOK = Metric("_grps_took", "Predicts answered well, by their duration.", "counter", ("bucket",))
+PART_BUCKETS = 16  # of a spread, which are one series
+TOOK = Metric("_grps_took", "Predicts answered well.", "histogram", ("part",), tuple(range(PART_BUCKETS - 1)))
 
 
 class Latencies:
@@ -76,22 +74,15 @@ class Latencies:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._counters: dict[int, Counter] = {}  # by the first five bits of a duration, and how many follow
-
-    def add(self, took_ns: int) -> None:
-        power = max(took_ns.bit_length() - 5, 0)
-        step = power << 5 | took_ns >> power
-        counter = self._counters.get(step)
-        if counter is None:  # `bucket_of` costs as much as all the rest of this
-            counter = self._counters[step] = self._registry.counters(TOOK).of(bucket_of(took_ns))
-        counter.add()
+        self.add = DurationSpread(registry.histograms(TOOK).of).add
 
     def read(self) -> array[int]:
         """Return the counts by bucket."""
         (found,) = self._registry.read(TOOK)
         counts = array("Q", bytes(8 * BUCKETS))
-        for (bucket,), (count,) in found.items():
-            counts[int(bucket)] = int(count)
+        for (part,), (*part_counts, _) in found.items():
+            start = PART_BUCKETS * int(part)
+            counts[start : start + PART_BUCKETS] = array("Q", map(int, part_counts))
         return counts
 
 

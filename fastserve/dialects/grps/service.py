@@ -149,9 +149,9 @@ class GrpsService(DialectService):
 
 
 def speaks_messages(version: Version) -> bool:
-    """Whether a model takes whole messages: a customized one of a deployment."""
+    """Whether a model takes whole messages: a customized one of a deployment, and a dag of them."""
     config = version.config
-    return config.options.origin == FILE and config.backend != "onnx"
+    return config.options.origin == FILE and config.backend in ("grps", "ensemble")
 
 
 ONLINE = Metric(

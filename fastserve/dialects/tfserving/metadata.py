@@ -16,7 +16,8 @@ from fastserve.errors import Kind, ServeError
 from fastserve.protos.text import quote
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import Signature
-from fastserve.repository.version import Version
+from fastserve.repository.version import Version, VersionState
+from fastserve.serving.model_control import DORMANT, waits_for_demand
 from fastserve.tensor import TensorSpec
 
 Shape = tuple[int, ...] | None
@@ -49,12 +50,13 @@ def status_of(versions: Iterable[Version]) -> dict[str, object]:
 
 def _version_status(version: Version) -> dict[str, object]:
     error = version.error
+    dormant = waits_for_demand(version)
     return {
         "version": str(version.number),
-        "state": version.state.name,
+        "state": VersionState.AVAILABLE.name if dormant else version.state.name,
         "status": {
             "error_code": error.kind.name if error else "OK",
-            "error_message": error.message if error else "",
+            "error_message": error.message if error else DORMANT if dormant else "",
         },
     }
 

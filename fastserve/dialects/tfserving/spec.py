@@ -58,6 +58,7 @@ from fastserve.serving.api_operations import (
     value_schema,
 )
 from fastserve.serving.dialect import Dialect, DialectSpec, ServingContext, alive_route, is_root
+from fastserve.serving.model_control import waits_for_demand
 from fastserve.serving.text.models import card_of
 from fastserve.settings import Settings, TFServingOptions
 from fastserve.tensor import TensorSpec
@@ -254,7 +255,9 @@ class TFServing(Dialect):
                 versions = find_versions(service.catalog, target)
                 more = card_of(service.engine, service.catalog, target.name)
                 if service.tells_ready:  # KServe's V1
-                    more["ready"] = any(one.state is VersionState.AVAILABLE for one in versions)
+                    more["ready"] = any(
+                        one.state is VersionState.AVAILABLE or waits_for_demand(one) for one in versions
+                    )
                 body = write_status(versions, more)
         except ServeError as fault:
             service.refuse(call, target.name, fault)

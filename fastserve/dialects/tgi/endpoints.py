@@ -2,11 +2,13 @@
 
     read -> the prompt's tokens, perhaps truncated -> one sequence, or best_of -> whole answer, or events
 
-GET / yields to other APIs that have a page there; POST /generate is shared with vLLM (dialects/textgen.py).
+GET / yields to other APIs that have a page there; POST /generate and /tokenize are shared with vLLM
+(dialects/textgen.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from time import monotonic_ns
 
@@ -48,6 +50,7 @@ from fastserve.serving.text import TextAsk, TextModel, TextStream, Token
 from fastserve.serving.text.models import TO_FIT, TextCall
 
 NS = 1e6
+AsyncEndpoint = Callable[[Call], Awaitable[None]]
 
 
 class TgiGenerate:
@@ -66,6 +69,8 @@ class TgiGenerate:
         service = self._service
         ask = await read_offloaded(service, call, self._read, call.body, service.options, self._streams)
         model = about.model = service.texts.find("")
+        if ask.parameters.adapter_id:
+            model = about.model = service.texts.adapt(model, ask.parameters.adapter_id)
         one = GenerateCall(service, call, model, ask, self._flavor)
         await one.prepare()
         if ask.streams:
@@ -229,7 +234,7 @@ def generate_root(service: TextService, named: TargetParts) -> Endpoint:
     return TgiGenerate(service, streams=None, alone=False)
 
 
-def tokenize(service: TextService, named: TargetParts) -> Endpoint:
+def tokenize(service: TextService) -> AsyncEndpoint:
     """POST /tokenize: where each token of a text stands."""
 
     async def answer(call: Call) -> None:
@@ -273,7 +278,6 @@ PATHS = (
         HttpRoute("generate_stream", "/generate_stream", INFER), generate_stream, refuse, room=BodyUse.TEXT
     ),
     TextRoute(HttpRoute("generate_root", "/", INFER), generate_root, refuse, room=BodyUse.TEXT),
-    TextRoute(HttpRoute("tokenize", "/tokenize", INFER), tokenize, refuse, room=BodyUse.TEXT),
     TextRoute(HttpRoute("ping", "/ping", ALIVE.scopes), ping, refuse),
     TextRoute(ALIVE, ping, refuse, Yields.LAST),
 )

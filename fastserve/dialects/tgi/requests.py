@@ -19,13 +19,12 @@ from typing import Any, cast
 
 import msgspec
 
-from fastserve.codec.generation import Sampling
+from fastserve.codec.generation import Grammar, Sampling
 from fastserve.codec.json_text import FreeJSON
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     MOST_FLOAT,
     InvalidBody,
-    is_neutral,
     read_json,
     read_typed,
 )
@@ -39,6 +38,7 @@ from fastserve.dialects.text_common.mindie import (
     read_sampling,
     take,
 )
+from fastserve.dialects.text_common.structured import read_tgi_grammar
 from fastserve.errors import invalid
 from fastserve.serving.text import Info
 from fastserve.settings import TextgenOptions
@@ -210,8 +210,6 @@ def _check_ranges(given: TgiParameters, most_s: int) -> None:
     )
     seed = given.seed
     _check(seed is None or 0 <= seed <= MOST_SEED, f"`seed` must be >= 0 and <= {MOST_SEED}. Given: {seed}")
-    _check(is_neutral(given.grammar), "grammar is not supported")
-    _check(given.adapter_id is None, "`adapter_id` is not supported")
     _check(given.priority is None or 1 <= given.priority <= 5, "`priority` must be >= 1 and <= 5")
     _check(given.timeout is None or 0 < given.timeout <= most_s, f"`timeout` must be > 0 and <= {most_s}")
 
@@ -232,9 +230,17 @@ def _read_sampling(given: TgiParameters, sampling: bool, streams: bool) -> Sampl
         typical_p=given.typical_p or 1.0,
         repetition_penalty=given.repetition_penalty or 1.0,
         frequency_penalty=given.frequency_penalty or 0.0,
+        grammar=_read_grammar(given.grammar),
         logprobs=(given.top_n_tokens or 0) if scored else -1,
         prompt_logprobs=scored and bool(given.decoder_input_details),
     )
+
+
+def _read_grammar(raw: msgspec.Raw | msgspec.UnsetType) -> Grammar | None:
+    try:
+        return read_tgi_grammar(raw)
+    except InvalidBody as fault:
+        raise ValidationFault(fault.message) from None
 
 
 MORE = (

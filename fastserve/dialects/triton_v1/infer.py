@@ -247,7 +247,7 @@ class HeaderCache:
         counted = served.counters.answered
 
         def answered(prepared: PreparedHeader, took_ns: int, ran_ns: int) -> None:
-            counted(prepared.rows, took_ns, well=True)
+            counted(prepared.rows, took_ns)
 
         def refused(
             exchange: Any, prepared: PreparedHeader, header: RequestHeader, fault: ServeError
@@ -467,7 +467,7 @@ class V1InferRequest(RegionRequest):
 
     def answered(self, took_ns: int) -> None:
         assert self._served is not None
-        self._served.counters.answered(self._header.batch_size, took_ns, well=True)
+        self._served.counters.answered(self._header.batch_size, took_ns)
 
     def refused(self, fault: ServeError) -> None:
         served, header = self._served, self._header

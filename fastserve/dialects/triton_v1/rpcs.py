@@ -155,7 +155,8 @@ class V1Rpcs:
 
         Requests begin in order too, without waiting for the responses before them.
         """
-        return answer_stream(requests, partial(self._begin, deadline_of(rpc)), AHEAD)
+        begin = partial(self._begin, deadline_of(rpc))
+        return answer_stream(requests, begin, AHEAD, want=self._service.repository.want)
 
     # --- the rest: each fills its response; what it raises becomes the response's status -------------
 

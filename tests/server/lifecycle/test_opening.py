@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fastserve.protos import load
-from tests.running import free_port, run_command, until
+from tests.running import free_port, run_command, started, until
 from tests.server.rig import write_model
 
 SLOW = """
@@ -107,7 +106,7 @@ def test_each_model_answers_once_it_is_loaded_and_others_say_that_they_load(tmp_
     http_port, grpc_port = free_port(), free_port()
     options = ("--grpc", f"127.0.0.1:{grpc_port}={EVERY}", "--frontends", fronts)
     words = command(tmp_path / "models", http_port, *options)
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as server:
+    with started(*words[words.index("serve") :]) as server:
         try:
             for name in MODELS:
                 until((tmp_path / "held" / name / "loading").exists, f"{name} loads", limit_s=30)

@@ -92,7 +92,7 @@ def test_a_path_under_v1_that_nobody_has_is_not_found_where_openais_api_is_spoke
     async def work() -> None:
         async with speaking(tmp_path, (), ("textgen",), ("tfserving",)) as server:
             mixed, text, tfserving = (listener.address for listener in server.front.http)
-            for path in ("/v1/responses", "/v1/audio/speech?x=1", "/v1/responses/r_1"):
+            for path in ("/v1/batches", "/v1/audio/speech?x=1", "/v1/responses/r_1"):
                 for place in (mixed, text):
                     status, _, body = await ask(place, f"POST {path} HTTP/1.1\r\nContent-Length: 0")
                     told = f"Invalid URL (POST {path.partition('?')[0]})"
@@ -217,7 +217,7 @@ def test_what_is_wrong_with_a_dialect_is_told(settings: dict[str, Any], told: st
 @pytest.mark.parametrize("names", [("nope",), ("tfserving", "metrics")])
 def test_what_a_listener_cannot_speak(names: tuple[str, ...]) -> None:
     specs = find_specs(Settings())
-    known = "ops, console, openapi, textgen, tfserving, kserve_v2, triton_v1, grps, mlflow"
+    known = "ops, console, openapi, traffic, textgen, tfserving, kserve_v2, triton_v1, grps, mlflow"
     allowed = f"allowed: {known}, or metrics alone"
     for choose in (choose_http, choose_grpc):
         with pytest.raises(ConfigError) as caught:
@@ -260,15 +260,15 @@ def test_a_listeners_dialects_follow_from_their_policies(
 @pytest.mark.parametrize(
     ("named", "spoken"),
     [
-        ((), ["ops", "console", "openapi", "textgen", "tfserving", "kserve_v2", "triton_v1"]),
+        ((), ["ops", "console", "openapi", "traffic", "textgen", "tfserving", "kserve_v2", "triton_v1"]),
         (("kserve_v2",), ["kserve_v2"]),
-        (("triton_v1", "tfserving"), ["ops", "console", "openapi", "tfserving", "triton_v1"]),
-        (("tfserving",), ["ops", "console", "openapi", "tfserving"]),
+        (("triton_v1", "tfserving"), ["ops", "console", "openapi", "traffic", "tfserving", "triton_v1"]),
+        (("tfserving",), ["ops", "console", "openapi", "traffic", "tfserving"]),
         (("metrics",), ["metrics"]),
-        (("ops",), ["ops", "console", "openapi"]),
-        (("grps",), ["ops", "console", "openapi", "grps"]),
-        (("mlflow",), ["ops", "console", "openapi", "mlflow"]),
-        (("textgen",), ["ops", "console", "openapi", "textgen"]),
+        (("ops",), ["ops", "console", "openapi", "traffic"]),
+        (("grps",), ["ops", "console", "openapi", "traffic", "grps"]),
+        (("mlflow",), ["ops", "console", "openapi", "traffic", "mlflow"]),
+        (("textgen",), ["ops", "console", "openapi", "traffic", "textgen"]),
     ],
 )
 def test_what_a_listener_speaks(named: tuple[str, ...], spoken: list[str]) -> None:

@@ -37,6 +37,7 @@ os.execv(sys.executable, [sys.executable, "-m", "fastserve.cli", *sys.argv[2 + c
 """
 BODY = json.dumps({"instances": [[1.0, 0.5]]})
 ANSWER = {"predictions": [[2.0, 1.0]]}
+PAUSE_S = 0.005  # of a client that asks again and again
 
 
 class Activated:
@@ -103,7 +104,7 @@ def quick(place: str, *more: str) -> tuple[str, ...]:
     return ("--http", place, "--grpc", "off", "--drain-delay-s", "0", *more)
 
 
-@pytest.mark.parametrize("fronts", [1, 3])
+@pytest.mark.parametrize("fronts", [1, 2])
 def test_every_front_accepts_from_the_socket_that_was_passed_on(tmp_path: Path, fronts: int) -> None:
     write_model(tmp_path / "models")
     with listening() as (one, place):
@@ -118,6 +119,7 @@ def test_every_front_accepts_from_the_socket_that_was_passed_on(tmp_path: Path, 
         waiting = socket.create_connection(("127.0.0.1", one.getsockname()[1]), timeout=60)
         head = f"POST /v1/models/twice:predict HTTP/1.1\r\nHost: t\r\nContent-Length: {len(BODY)}\r\n\r\n"
         waiting.sendall((head + BODY).encode())
+        options = quick(place)
         with Activated(tmp_path / "models", one, log=tmp_path / "log2", options=options) as server, waiting:
             assert waiting.recv(65536).startswith(b"HTTP/1.1 200 ")
             server.stop()
@@ -217,7 +219,9 @@ def test_one_server_takes_over_from_another_without_a_failed_request(tmp_path: P
                             answered[number] += 1
                             if link.sock is None:
                                 break
+                            stop.wait(PAUSE_S)
                 answered[number] += 1
+                stop.wait(PAUSE_S)
             except BaseException as fault:
                 failed.append(fault)
 

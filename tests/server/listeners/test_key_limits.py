@@ -234,6 +234,30 @@ def test_rows_are_limited_and_counted_on_every_path(tmp_path: Path, path: str) -
     run(work())
 
 
+def test_answers_of_the_cache_are_requests_without_rows(tmp_path: Path) -> None:
+    write_model(tmp_path, cache=True, request_log={"sample": 1.0})
+    keys, logs = Keys(tmp_path), tmp_path / "logs"
+    headers = add(keys.path, "k")
+
+    async def work() -> None:
+        more = {"load_models": ("*",), "request_log_folder": str(logs)}
+        async with serving(tmp_path, keys, **more) as server, httpx.AsyncClient(timeout=60) as client:
+            url = "http://{}:{}/v1/models/twice:predict".format(*server.front.http[0].address)
+            told = []
+            for _ in range(6):
+                reply = await client.post(url, content=b'{"instances": [[3.0, 0.5]]}', headers=headers)
+                assert (reply.status_code, reply.json()) == (200, {"predictions": [[6.0, 1.0]]})
+                server.front.look_twice_a_second()
+                told.append([one["k",] for one in server.registry.read(names.KEY_ROWS, names.KEY_COMPUTE)])
+            found = server.registry.read(names.KEY_REQUESTS, names.KEY_ROWS)
+            assert [one["k",] for one in found] == [(6.0,), (1.0,)]
+            assert told == told[:1] * 6, "no compute after the first"
+        lines = [json.loads(line) for line in (logs / "twice.jsonl").read_text().splitlines()]
+        assert [one["key"] for one in lines] == ["k"] * 6
+
+    run(work())
+
+
 def test_each_message_of_a_stream_has_rows(tmp_path: Path) -> None:
     write_model(tmp_path)
     keys = Keys(tmp_path)

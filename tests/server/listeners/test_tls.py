@@ -10,7 +10,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +24,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from tests.certificates import authority, issue, root_file, trusting
-from tests.running import QUICK_DEMO, Running, free_port, run_command, until
+from tests.running import QUICK_DEMO, Running, free_port, run_command, started, until
 
 PREDICT = "/v1/models/half_plus_two:predict"
 BODY = json.dumps({"instances": [1.0, 2.0, 5.0]}).encode()
@@ -295,12 +294,10 @@ def test_tensorflow_servings_ssl_config(tmp_path: Path) -> None:
     config.write_text("\n".join([*texts, "client_verify: true"]))
     model = Path("fastserve/demo/half_plus_two").absolute()
     flags = [f"--port={grpc_port}", f"--rest_api_port={rest_port}", f"--ssl_config_file={config}"]
-    command = [sys.executable, "-m", "fastserve.cli", "tensorflow-model-server", *flags]
-    command += [f"--model_base_path={model}", "--model_name=halves"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    try:
-        assert "ready" in server.stdout.readline()
+    flags += [f"--model_base_path={model}", "--model_name=halves"]
+    with started("tensorflow-model-server", *flags) as server:
+        assert server.stdout is not None
+        assert b"ready" in server.stdout.readline()
         asked = f"http://127.0.0.1:{rest_port}/v1/models/halves"
         assert httpx.get(asked, trust_env=False).status_code == 200
         check = "/tensorflow.serving.ModelService/GetModelStatus"
@@ -311,9 +308,6 @@ def test_tensorflow_servings_ssl_config(tmp_path: Path) -> None:
             assert channel.unary_unary(check)(message, timeout=60)
         with grpc.secure_channel(place, channel_credentials()) as channel, pytest.raises(grpc.RpcError):
             channel.unary_unary(check)(message, timeout=60)
-    finally:
-        server.terminate()
-        server.communicate(timeout=120)
 
 
 @pytest.mark.parametrize(

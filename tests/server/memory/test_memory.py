@@ -19,7 +19,7 @@ import pytest
 
 from fastserve.engine import supervision
 from tests import proc
-from tests.running import Running
+from tests.running import Running, run_command
 from tests.server.rig import Client, run, serving, write_model
 
 MOST_MB = 130
@@ -54,9 +54,10 @@ def pss_mb(served: Running) -> float:
 def load(served: Running, model: str, protocol: str, seconds: float) -> int:
     """Answers to 32 connections, all of them good."""
     places = ["--url", f"http://{served.http}", "--grpc", served.grpc, "--protocol", protocol]
-    command = [sys.executable, "-m", "fastserve.cli", "bench", model, *places, "--json"]
     sizes = ["-c", "32", "-d", str(seconds), "--warm-up", "0"]
-    report = json.loads(subprocess.run([*command, *sizes], capture_output=True, check=True).stdout)
+    done = run_command("bench", model, *places, "--json", *sizes)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert report["faults"] == {}
     return int(report["requests"])
 

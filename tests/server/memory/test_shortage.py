@@ -97,7 +97,7 @@ def served(tmp_path_factory):
     write(models, "torch", TORCH, [-1], backend="torch")
     write_triton(models)
     write_onnx(models)
-    with Running(models, root / "log") as running:
+    with Running(models, root / "log", torch=True) as running:
         yield running
 
 

@@ -15,6 +15,7 @@ from fastserve.protos import load
 from fastserve.settings import Listener
 from fastserve.workers import liveness
 from tests import proc
+from tests.repository.folders import replace
 from tests.server.processes.test_fronts import connect_to_each
 from tests.server.processes.test_silent import BRISK
 from tests.server.rig import SOURCE, Client, Served, run, serving, write_model
@@ -51,9 +52,9 @@ def test_every_page_says_what_failed_and_since_when(tmp_path: Path, what: str, f
             client = clients[max(clients)]
             assert (await ready(client))[1]["failed"] is None
             if what == "code":
-                code.write_text(BROKEN)
+                replace(code, BROKEN)
             else:
-                config.write_text(good[1].replace("max_batch_size: 4", "max_batch_size: many"))
+                replace(config, good[1].replace("max_batch_size: 4", "max_batch_size: many"))
             reason = REASON if what == "code" else "max_batch_size"
             while (await ready(client))[1]["failed"] is None:
                 await asyncio.sleep(0.01)
@@ -75,8 +76,8 @@ def test_every_page_says_what_failed_and_since_when(tmp_path: Path, what: str, f
             assert "AVAILABLE" in told
             assert f"failed to load, since {found['failed']['since']}" in told
             assert reason in told
-            code.write_text(good[0])
-            config.write_text(good[1])
+            replace(code, good[0])
+            replace(config, good[1])
             while (await ready(client))[1]["failed"] is not None:
                 await asyncio.sleep(0.01)
             assert b"model_load_failed_since" not in (await client.get("/metrics"))[1]
@@ -107,7 +108,7 @@ def test_a_model_without_a_worker_is_not_ready_by_its_own_calls(
             assert await asyncio.to_thread(model_ready_over_grpc, address)
             code = tmp_path / "twice" / "1" / "model.py"
             good = code.read_text()
-            code.write_text(BROKEN)  # who is started again does not come up
+            replace(code, BROKEN)  # who is started again does not come up
             proc.stop(served.pids[0])
             while (await client.get("/v2/models/twice/ready"))[0] == 200:
                 await asyncio.sleep(0.01)
@@ -116,7 +117,7 @@ def test_a_model_without_a_worker_is_not_ready_by_its_own_calls(
             assert not await asyncio.to_thread(model_ready_over_grpc, address)
             status, page = await client.get("/api/status/twice?format=json")
             assert b"UNAVAILABLE" in page, page
-            code.write_text(good)
+            replace(code, good)
             while (await client.get("/v2/models/twice/ready"))[0] != 200:
                 await asyncio.sleep(0.01)
             assert await asyncio.to_thread(model_ready_over_grpc, address)

@@ -8,16 +8,21 @@ import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastserve.demo import demo_repository
+from tests.late import Late
 from tests.running import Running, until
 
+torch, torch_files = Late("torch"), Late("safetensors.torch")
 PROMPT = "LAWYER, n."
 OURS, TORCHS = "ours", "torchs"
+ADAPTER, MERGED = "poet", "merged"
+"""An adapter of TORCHS, and the model whose weights have it."""
 
 
 def copy_demo(folder: Path, runtime: str, more: str = "") -> None:
@@ -25,12 +30,32 @@ def copy_demo(folder: Path, runtime: str, more: str = "") -> None:
     (folder / "model.yaml").write_text(f"backend: text\ntext: {{runtime: {runtime}{more}}}\n")
 
 
+def add_adapter(adapted: Path, merged: Path) -> None:
+    """Write an adapter into one version, and its products into the weights of another."""
+    weights = torch_files.load_file(merged / "model.safetensors")
+    place, tensors, dice = adapted / "adapters" / ADAPTER, {}, torch.Generator().manual_seed(3)
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "down_proj.weight"))]:
+        outputs, inputs = weights[name].shape
+        down, up = (torch.randn(shape, generator=dice) * 0.1 for shape in ((4, inputs), (outputs, 4)))
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+        weights[name] = weights[name].float() + 2 * (up @ down)
+    place.mkdir(parents=True)
+    torch_files.save_file(tensors, place / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    (place / "adapter_config.json").write_text(json.dumps(said))
+    torch_files.save_file(weights, merged / "model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("runtimes")
-    for name, runtime in ((OURS, "numpy"), (TORCHS, "torch")):
+    for name, runtime in ((OURS, "numpy"), (MERGED, "numpy"), (TORCHS, "torch")):
         copy_demo(folder / "models" / name, runtime, ", pooling: mean, max_sequences: 8")
-    with Running(folder / "models", folder / "log", torch=True) as running:
+    add_adapter(folder / "models" / TORCHS / "1", folder / "models" / MERGED / "1")
+    config = folder / "config.yaml"
+    config.write_text(f"textgen: {{default_model: {TORCHS}}}")
+    with Running(folder / "models", folder / "log", "--config", str(config), torch=True) as running:
         yield running.http
 
 
@@ -72,6 +97,24 @@ def test_both_runtimes_answer_alike(server: str, target: str, body: dict[str, An
     ]
     assert made[0] == made[1]
     assert len(made[0]) > 40
+
+
+@pytest.mark.parametrize("case", ["completion", "seeds", "logprobs", "stream", "chat"])
+def test_an_adapter_answers_as_the_model_that_has_it(server: str, case: str) -> None:
+    target, body = CASES[case]
+    asked = [(target, {**body, "model": model}, model) for model in (ADAPTER, MERGED, OURS)]
+    with ThreadPoolExecutor(4) as pool:  # beside one without an adapter
+        beside = pool.submit(post, server, target, {**body, "model": TORCHS})
+        made = [content(post(server, where, given), model) for where, given, model in asked]
+        assert content(beside.result(), TORCHS) == made[2]
+    assert made[0] == made[1] != made[2]
+
+
+def test_tgis_adapter_id(server: str) -> None:
+    asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12, "adapter_id": ADAPTER}}
+    found = json.loads(post(server, "/generate", asked))["generated_text"]
+    told = json.loads(post(server, "/v1/completions", GREEDY | {"model": MERGED, "max_tokens": 12}))
+    assert found == told["choices"][0]["text"]
 
 
 def test_vectors_are_alike(server: str) -> None:

@@ -22,6 +22,7 @@ from fastserve.errors import ServeError
 from fastserve.workers.remote.keys import write_keys
 from tests.running import free_port
 from tests.server.rig import HOLD, KILL_ONCE, Served, release, run, seen, serving, write_model
+from tests.warm import with_torch
 from tests.workers.remote.rig import CableLink, Machine, machine
 
 BEAT_S = 0.2
@@ -307,7 +308,7 @@ def test_each_backend_runs_remotely_as_it_does_here(tmp_path: Path) -> None:
             ]
 
     here, there = tmp_path / "here", tmp_path / "there"
-    with contextlib.ExitStack() as stack:
+    with with_torch(), contextlib.ExitStack() as stack:
         for name in ("strings", "onnx", "torch"):
             write(here, name)
             listen = f"127.0.0.1:{free_port()}"

@@ -3,6 +3,7 @@ flight, the others are answered rightly or with 503, and all are well again afte
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,16 +81,20 @@ def ask_row(served: Running, name: str, number: int) -> int:
     return int(status)
 
 
+REQUESTS_PER_S = 400  # of all clients together, at most
+
+
 def load(served: Running, clients: int, evil: Callable[[], object], times: int = 3) -> Counter[int]:
     """Return the answers to clients of the models that do nothing, from before `evil` began until it has been
     done."""
-    numbers, over = count(), False
+    numbers, over = count(), threading.Event()
 
     def client(name: str) -> Counter[int]:
         heard: Counter[int] = Counter()
-        while not over:
+        while True:
             heard[ask_row(served, name, next(numbers))] += 1
-        return heard
+            if over.wait(clients / REQUESTS_PER_S):
+                return heard
 
     with ThreadPoolExecutor(clients) as pool:
         asked = [pool.submit(client, ("calm", "even")[n % 2]) for n in range(clients)]
@@ -98,7 +103,7 @@ def load(served: Running, clients: int, evil: Callable[[], object], times: int =
                 evil()
                 well(served)
         finally:
-            over = True
+            over.set()
         return sum((one.result(90) for one in asked), Counter())
 
 

@@ -9,10 +9,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc
+import tritonclient.http
 
+from fastserve.settings import Listener
 from tests.server.processes.test_fronts import connect_to_each
-from tests.server.rig import ask_one, run, serving
+from tests.server.rig import HOLD, KILL_ONCE, ask_one, release, run, seen, serving, write_model
 
 CONFIG = """
 backend: "python"
@@ -51,8 +55,88 @@ def test_the_same_is_asked_once_until_the_model_is_loaded_again(tmp_path: Path) 
             assert len(at.server.host.cache) == 0
             await at.server.repository.load("cached")
             assert await ask_one(at, "cached", 6) == 1
-        async with serving(tmp_path) as at:  # no bytes, no cache
+        async with serving(tmp_path, response_cache_bytes=0) as at:  # no bytes, no cache
             assert [await ask_one(at, "cached", 5) for _ in range(3)] == [1, 2, 3]
+
+    run(work())
+
+
+@pytest.mark.logs_errors
+@pytest.mark.parametrize("asked", [4, 64])
+def test_a_native_model_runs_once_for_equal_requests(tmp_path: Path, asked: int) -> None:
+    write_model(tmp_path, cache=True, max_batch_size=64)
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            for number in (HOLD, KILL_ONCE):
+                clients = [await at.client() for _ in range(asked)]
+                for client in clients:
+                    client.send(number)
+                if number == HOLD:
+                    cache: Any = at.server.host.cache
+                    await at.until(lambda: seen(tmp_path))
+                    await at.until(lambda c=cache: sum(map(len, c.waiting().values())) == asked - 1)
+                    clients.pop(0).close()  # the one that runs, of whom the others are to get no error
+                    await at.until(lambda c=cache: sum(map(len, c.waiting().values())) == asked - 2)
+                    release(tmp_path)
+                replies = [await client.reply() for client in clients]
+                if number == KILL_ONCE:
+                    replies.remove((503, "the worker process died while it ran this request"))
+                assert replies == [(200, [2 * number])] * (asked - 1)
+                runs = sum(row == number for batch in seen(tmp_path) for row in batch)
+                assert runs == 2, "once, and once more since the client had left, or the worker had died"
+                assert await at.ask(number) == (200, [2 * number])
+                assert sum(row == number for batch in seen(tmp_path) for row in batch) == runs
+
+    run(work())
+
+
+@pytest.mark.lingers  # the client of gRPC
+@pytest.mark.parametrize("shape", [[2], [-1]])
+def test_dialects_share_the_answers_of_a_native_model(tmp_path: Path, shape: list[int]) -> None:
+    """Of fixed rows and of others, over HTTP and gRPC, on the general path and on the fast one."""
+    tensor = {"dtype": "float32", "shape": shape}
+    write_model(tmp_path, cache=True, inputs={"x": tensor}, outputs={"y": tensor}, warmup="off")
+
+    def ask_triton(kind: Any, port: int, binary: dict[str, bool]) -> list[list[float]]:
+        with kind.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            given = kind.InferInput("x", [1, 2], "FP32")
+            given.set_data_from_numpy(np.array([[3.0, 0.5]], np.float32), **binary)
+            told: list[list[float]] = client.infer("twice", [given]).as_numpy("y").tolist()
+            return told
+
+    async def work() -> None:
+        async with serving(tmp_path, grpc=(Listener("127.0.0.1:0"),)) as at:
+            rpc_port = at.server.front.grpc[0].address[1]
+            client = await at.client()
+            for _ in range(3):
+                for body in (b'{"instances": [[3.0, 0.5]]}', b'{"inputs": [[3.0, 0.5]]}'):
+                    status, told = await client.post("/v1/models/twice:predict", body)
+                    assert status == 200
+                    assert [[6.0, 1.0]] in json.loads(told).values()
+                for kind, port, binary in (
+                    (tritonclient.http, at.port, {"binary_data": True}),
+                    (tritonclient.http, at.port, {"binary_data": False}),
+                    (tritonclient.grpc, rpc_port, {}),
+                ):
+                    assert await asyncio.to_thread(ask_triton, kind, port, binary) == [[6.0, 1.0]]
+            assert seen(tmp_path) == [[3.0]]
+            assert at.server.host.cache is not None
+            assert (at.server.host.cache.hits, at.server.host.cache.misses) == (14, 1)
+
+    run(work())
+
+
+def test_answers_in_parts_are_not_kept(tmp_path: Path) -> None:
+    model = write_model(tmp_path, cache=True)
+    run_in_parts = "def run(self, inputs):\n        yield {'y': inputs['x']}\n"
+    source = f"class Model:\n    def __init__(self, config): ...\n    {run_in_parts}"
+    (model / "1" / "model.py").write_text(source)
+
+    async def work() -> None:
+        async with serving(tmp_path, keep_going=True) as at:
+            _, body = await (await at.client()).get("/v1/models/twice")
+            assert b"cache: given true, allowed: false with a model that answers in parts" in body, body
 
     run(work())
 

@@ -11,6 +11,11 @@ app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{- define "fastserve.workerSelector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-worker
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
 {{- define "fastserve.labels" -}}
 {{ include "fastserve.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
