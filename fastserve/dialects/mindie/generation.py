@@ -57,7 +57,7 @@ from fastserve.dialects.text_common.mindie import (
     take,
     tell,
 )
-from fastserve.errors import Kind, ServeError, invalid
+from fastserve.errors import DeadlineError, Kind, ServeError, invalid
 from fastserve.net.access_control import Scope
 from fastserve.net.request import Call, Endpoint
 from fastserve.net.router import Yields
@@ -269,13 +269,13 @@ async def start(service: TextService, call: Call, model: TextModel, asked: Mindi
 
 def fault_of(ending: Ending, patience: RequestTimeout, held: RunningRequest) -> ServeError | None:
     """Return the fault of an ending, None for none. A request that was stopped by its id has succeeded."""
-    fault = ending.fault
-    if patience.words:
-        return ServeError(Kind.DEADLINE_EXCEEDED, patience.words)
-    if fault is None or held.stopped:
+    if patience.fault is not None:
+        return patience.fault
+    if ending.fault is None or held.stopped:
         return None
-    if fault.kind is Kind.DEADLINE_EXCEEDED:
-        return ServeError(Kind.DEADLINE_EXCEEDED, patience.told)
+    fault = patience.cause_of(ending.fault)
+    if isinstance(fault, DeadlineError):
+        return fault
     return ServeError(fault.kind, f"{NO_ANSWER}: {fault.message}")
 
 
@@ -325,7 +325,7 @@ def tokenize(service: TextService, named: TargetParts) -> Endpoint:
             name = model.name
             text, shown = _read_tokenize(body, service.options.input_chars)
             tokens = [piece.text for piece in await model.pieces(text)] if shown else []
-            number = len(tokens) if shown else await model.count(text)
+            number = len(tokens) if shown else len(await model.tokens(text))
         except ServeError as fault:
             refuse_prompt(service, call, fault, name)
         else:

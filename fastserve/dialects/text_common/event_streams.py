@@ -19,7 +19,7 @@ The sequences of one request are read to their ends or streamed, within its time
 
     with RequestTimeout(stream, call, asked.timeout_s, options) as timeout:
         await stream.rest()
-    if timeout.words: ...                      the time was up: the stream was cancelled
+    if timeout.fault is not None: ...          the time was up: the stream was cancelled
 
 All raise ServeError. Leaving the group cancels what still runs. The client's timeout, the server's and that
 between two tokens each end a request, and the message says which. The engine gets the deadline too
@@ -159,15 +159,18 @@ class TimedWork(Protocol):
     def cancel(self) -> None: ...
 
 
-def time_of(call: Call, timeout_s: float, options: TextgenOptions) -> tuple[float, str]:
-    """Return the end of a request's time, in seconds of time.monotonic, and the message of that timeout. The
-    call's own deadline may be sooner."""
+MakeFault = Callable[[], DeadlineError]
+
+
+def time_of(call: Call, timeout_s: float, options: TextgenOptions) -> tuple[float, MakeFault]:
+    """Return the end of a request's time, in seconds of time.monotonic, and a function that makes the error
+    of that timeout. The call's own deadline may be sooner."""
     timeout_ns = call.head.timeout_ns
     if 0 <= timeout_ns < 1e9 * min(timeout_s, options.e2e_timeout_s):
-        return (call.received_ns + timeout_ns) / 1e9, time_is_up(timeout_ns).message
+        return (call.received_ns + timeout_ns) / 1e9, partial(time_is_up, timeout_ns)
     if timeout_s <= options.e2e_timeout_s:
-        return call.received_ns / 1e9 + timeout_s, CLIENT
-    return call.received_ns / 1e9 + options.e2e_timeout_s, END_TO_END
+        return call.received_ns / 1e9 + timeout_s, partial(DeadlineError, CLIENT, queued=False)
+    return call.received_ns / 1e9 + options.e2e_timeout_s, partial(DeadlineError, END_TO_END, queued=False)
 
 
 def deadline_ns(call: Call, timeout_s: float, options: TextgenOptions) -> int:
@@ -180,11 +183,11 @@ class RequestTimeout:
 
     def __init__(self, stream: TimedWork, call: Call, timeout_s: float, options: TextgenOptions) -> None:
         self._stream = stream
-        self._end, self.told = time_of(call, timeout_s, options)
+        self._end, self._late = time_of(call, timeout_s, options)
         self._between = options.token_timeout_s
         self._began = monotonic()
-        self.words = ""
-        """Why it was ended, "" if it was not."""
+        self.fault: DeadlineError | None = None
+        """The error of the timeout that ended the request, None if none did."""
 
     def __enter__(self) -> RequestTimeout:
         self._look()
@@ -193,13 +196,20 @@ class RequestTimeout:
     def __exit__(self, *raised: object) -> None:
         self._timer.cancel()
 
+    def cause_of(self, fault: ServeError) -> ServeError:
+        """Return why a request has failed, given the error of its sequence: of its time where that is up. The
+        engine, which has the same deadline, may have noticed it first."""
+        if self.fault is not None:
+            return self.fault
+        return self._late() if isinstance(fault, DeadlineError) else fault
+
     def _look(self) -> None:
         now = monotonic()
         until = min(self._end, max(self._began, self._stream.taken_ns / 1e9) + self._between)
         if now < until:  # one timer a request
             self._timer = asyncio.get_running_loop().call_later(until - now + 0.001, self._look)
             return
-        self.words = self.told if now >= self._end else BETWEEN_TOKENS
+        self.fault = self._late() if now >= self._end else DeadlineError(BETWEEN_TOKENS, queued=False)
         self._timer = asyncio.get_running_loop().call_later(0, lambda: None)
         self._stream.cancel()
 
@@ -292,11 +302,8 @@ class SequenceGroup:
 
     def _check(self, stream: TextStream) -> None:
         """Raises what a sequence has failed of."""
-        if stream.ending is None or stream.ending.fault is None:
-            return
-        if self._patience.words:
-            raise DeadlineError(self._patience.words, queued=False)
-        raise stream.ending.fault
+        if stream.ending is not None and stream.ending.fault is not None:
+            raise self._patience.cause_of(stream.ending.fault)
 
 
 def mean_logprob(tokens: Sequence[Token]) -> float:

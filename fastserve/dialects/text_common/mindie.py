@@ -89,7 +89,7 @@ def tell(service: TextService, fault: ServeError, model: str) -> bytes:
     """An error in a stream that has begun, which is the last of it; it is counted."""
     service.traffic.refused(model, fault.kind.name)
     if service.options.stream_errors == "event":
-        return b"data: %b\n\n" % envelope(STATUS[fault.kind], fault.message)
+        return b"data: %b\n\n" % envelope(common_status(fault) or STATUS[fault.kind], fault.message)
     return (fault.message if fault.kind is Kind.DEADLINE_EXCEEDED else NO_ANSWER).encode()
 
 

@@ -54,7 +54,7 @@ def error_status(fault: ServeError, flavor: str) -> int:
 def error_body(fault: ServeError, flavor: str) -> bytes:
     """A fault as JSON."""
     if flavor == "mindie":
-        return mindie.envelope(mindie.STATUS[fault.kind], fault.message)
+        return mindie.envelope(common_status(fault) or mindie.STATUS[fault.kind], fault.message)
     message = fault.message.encode("utf-8", "replace").decode()
     return _encode({"error": message, "error_type": _told(fault)[1]})
 

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from fastserve.dialects.text_common.event_streams import RequestTimeout
+from fastserve.net.deadlines import CallDeadlines
 from fastserve.settings import Limits
 from tests.server.rig import WAIT_S, Served, release, run, serving, write_model
 
@@ -284,6 +286,30 @@ def test_text_ends(tmp_path: Path, path: str, body: dict[str, Any], where: tuple
             assert reply.status_code == 200
             assert len(lines) > 1
             assert "error" in lines[-1], lines[-1]
+
+    run(work())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/infer"])
+@pytest.mark.parametrize("first", ["endpoint", "engine"])
+def test_text_ends_whoever_notices_first(
+    tmp_path: Path, path: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener, the endpoint and the engine have one deadline; on a late loop any of them is first."""
+    monkeypatch.setattr(CallDeadlines, "add", lambda *_: None)
+    if first == "engine":
+        monkeypatch.setattr(RequestTimeout, "__enter__", lambda timeout: timeout)
+        monkeypatch.setattr(RequestTimeout, "__exit__", lambda *_: None)
+
+    async def work() -> None:
+        async with opened(tmp_path) as (at, http):
+            parameters = {"max_new_tokens": 900000}
+            body = {"model": "story", "prompt": "x", "max_tokens": 900000}
+            body = body if path.startswith("/v1") else {"inputs": "x", "parameters": parameters}
+            late = await http.post(path, json=body, headers={"X-Request-Timeout": "0.3"})
+            assert late.status_code == 504, late.text
+            assert "the time of this request, 0.3 s, is up" in late.text
+            await at.until(at.is_clean)
 
     run(work())
 
