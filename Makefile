@@ -106,24 +106,24 @@ extras:
 # Here a skip fails, unless tests/skips.py has it on its list, or `make extras` could not install what it needs.
 test-extras: build torch extras
 	FASTSERVE_GRPC_JS=$(CURDIR)/$(EXTRAS)/grpc-js PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" \
-		$(BIN)/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/net/grpc/test_interop_js.py \
-		tests/server/observability/test_console.py tests/server/listeners/test_one_port.py \
+		$(BIN)/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json \
+		tests/net/grpc/test_interop_js.py tests/server/observability/test_console.py tests/server/listeners/test_one_port.py \
 		tests/server/observability/test_openapi_conformance.py tests/deploy/test_systemd.py tests/deploy/test_proxies.py
-	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
+	$(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/backends/frameworks/test_tensorflow.py
-	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
+	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/recipes tests/cli/test_serve_one.py::test_xgboost \
 		-k "xgboost or tensorflow or fastapi or notebook or clients"
-	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json \
+	$(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/backends/tabular tests/examples/test_tabular.py tests/repository/test_storage.py \
 		tests/server/models/test_storage.py tests/dialects/openai/test_tools_langchain.py
-	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
-	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.skips \
+	$(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
+	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips \
 		--extras $(EXTRAS)/extras.json tests/deploy/test_chart.py
 
 # Two minutes; its nodes end with it.
 test-ray: build extras
-	$(EXTRAS)/bin/python -m pytest -p tests.skips --extras $(EXTRAS)/extras.json tests/workers/remote/test_ray.py
+	$(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json tests/workers/remote/test_ray.py
 
 # To build/site; a link that leads nowhere ends it.
 docs: extras

@@ -1,9 +1,9 @@
-"""`pytest -p tests.again`: tests that failed are run once more, alone in one process.
+"""`pytest -p tests.again`: tests that failed are run again, alone in one process, at most TRIES times.
 
 Tests here wait for real processes on a shared machine. If one of 14,000 lost a race, the result of the run
-would be useless; a test with a real fault fails again. Tests that pass alone are listed in the last lines as
-races to fix, in the test or in the product. More failures than MOST are not taken for races. A run in which a
-process died or a module could not be imported fails in any case: some tests did not run.
+would be useless; a test with a real fault fails each time. Tests that pass alone are listed in the last
+lines as races to fix, in the test or in the product. More failures than MOST are not taken for races. A run
+in which a process died or a module could not be imported fails in any case: some tests did not run.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Generator
 import pytest
 
 MOST = 10
+TRIES = 2
 
 
-class SecondTry:
+class Retries:
     def __init__(self) -> None:
         self.failed: dict[str, None] = {}
         self.all_ran = True
@@ -35,19 +36,28 @@ class SecondTry:
         excusable = self.all_ran and not session.shouldfail and 0 < len(self.failed) <= MOST
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not excusable:
             return
-        print(f"\nOnce more, alone: {len(self.failed)} that failed among others", flush=True)
-        # A skip that is not listed fails alone, too.
-        listed = ["-p", "tests.skips"] if session.config.pluginmanager.has_plugin("tests.skips") else []
-        alone = [sys.executable, "-m", "pytest", *listed, *self.failed]
-        if subprocess.run(alone).returncode == 0:
-            session.exitstatus = pytest.ExitCode.OK
+        for left in reversed(range(TRIES)):
             print(
-                "RACE, to be mended (failed among others, passed alone):",
-                *self.failed,
-                sep="\n  ",
-                flush=True,
+                f"\nOnce more, alone: {len(self.failed)} that failed; then {left} tries are left", flush=True
             )
+            status = subprocess.run(
+                [sys.executable, "-m", "pytest", *again_options(session.config), *self.failed]
+            )
+            if status.returncode == 0:
+                break
+        else:
+            return
+        session.exitstatus = pytest.ExitCode.OK
+        print("RACE, to be mended (failed among others, passed alone):", *self.failed, sep="\n  ", flush=True)
+
+
+def again_options(config: pytest.Config) -> list[str]:
+    """Return the options that a second run needs: a skip that is not listed fails there, too."""
+    if not config.pluginmanager.has_plugin("tests.skips"):
+        return []
+    extras = config.getoption("--extras", None)
+    return ["-p", "tests.skips", *(["--extras", extras] if extras else [])]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(SecondTry())
+    config.pluginmanager.register(Retries())

@@ -1,4 +1,4 @@
-"""A second try tells races from faults, and excuses no process that died."""
+"""Two more tries tell races from faults, and excuse no process that died."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def test_races():
     lost, _ = not before.exists(), before.touch()
     assert not lost
 """
+RACING_TWICE = """
+import pathlib
+def test_races():
+    before = pathlib.Path(__file__).with_name("before")
+    with before.open("a") as file:
+        file.write("x")
+    assert before.read_text() == "xxx"
+"""
 AT_FAULT = "def test_is_at_fault(): assert 0\n"
 DYING = "import os\ndef test_dies(): os._exit(3)\ndef test_is_never_run(): assert 0\n"
 MANY = "import pytest\n@pytest.mark.parametrize('n', range(11))\ndef test_is_at_fault(n): assert 0\n"
@@ -28,6 +36,7 @@ GOOD = "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_is_good
     ("sources", "status", "again", "race"),
     [
         ([RACING, GOOD], 0, True, True),
+        ([RACING_TWICE, GOOD], 0, True, True),
         ([AT_FAULT, GOOD], 1, True, False),
         ([RACING, AT_FAULT], 1, True, False),
         ([DYING, GOOD], 1, False, False),
@@ -35,7 +44,16 @@ GOOD = "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_is_good
         (["def test_no", RACING], 2, False, False),
         ([MANY, GOOD], 1, False, False),
     ],
-    ids=["a race", "a fault", "both", "a process dies", "unreadable", "unreadable beside a race", "many"],
+    ids=[
+        "a race",
+        "a race lost twice",
+        "a fault",
+        "both",
+        "a process dies",
+        "unreadable",
+        "unreadable beside a race",
+        "many",
+    ],
 )
 def test_what_failed_among_others(
     tmp_path: Path, sources: list[str], status: int, again: bool, race: bool

@@ -21,7 +21,13 @@ from fastserve.dialects.admin.numbers import ModelDetails, NumbersReader, find_t
 from fastserve.dialects.admin.openapi import Examples
 from fastserve.metrics import LoadFailure, ModelReadiness, Readiness, Registry, names
 from fastserve.metrics.names import Traffic
-from fastserve.metrics.registry import FAILED_MODELS, LAST_FAILURES, LAST_REFUSALS, FailedRequests
+from fastserve.metrics.registry import (
+    FAILED_MODELS,
+    LAST_FAILURES,
+    LAST_REFUSALS,
+    FailedRequest,
+    FailedRequests,
+)
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import ModelConfig
 from fastserve.repository.version import Version, VersionState
@@ -308,6 +314,13 @@ def test_failures_kept_are_few_and_one_client_leaves_room_for_others() -> None:
         kept.add(f"other-{number}", "INTERNAL", "no", "", "")
     assert len(kept._of) == FAILED_MODELS
     assert kept.of("nobody") == []
+
+
+def test_failures_of_other_processes_are_placed_by_their_time() -> None:
+    kept = FailedRequests()
+    for at, request_id in ((5.0, "b"), (3.0, "a"), (7.0, "d"), (5.0, "c")):
+        kept.keep("m", FailedRequest(at, "INTERNAL", "no", request_id))
+    assert [one.request_id for one in kept.of("m")] == ["d", "c", "b", "a"]
 
 
 def test_the_page_makes_no_markup_of_texts_and_names_no_other_server() -> None:
