@@ -41,7 +41,7 @@ from fastserve.dialects.openai.requests import (
     make_chat_task,
     refused_keys,
 )
-from fastserve.dialects.openai.tools import ToolCall, name_results, plan_calls
+from fastserve.dialects.openai.tools import ToolCall, ToolPlaces, name_results, plan_calls
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     BodyUse,
@@ -75,6 +75,7 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 """Status -> Anthropic's type of error; api_error for any other."""
+PLACES = ToolPlaces(".name", ".input_schema")
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _encode = msgspec.json.Encoder().encode
 
@@ -216,7 +217,7 @@ def _make_task(body: TokensRequest, most_stops: int, **settings: Any) -> Complet
         parallel_tool_calls=not chosen.disable_parallel_tool_use,
         **settings,
     )
-    return make_chat_task(chat, most_stops, messages, images, asked=body)
+    return make_chat_task(chat, most_stops, messages, images, asked=body, places=PLACES)
 
 
 def _write_tools(tools: list[OfferedTool]) -> Raw | UnsetType:

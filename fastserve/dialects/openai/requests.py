@@ -21,7 +21,14 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from fastserve.codec.generation import Sampling
 from fastserve.codec.json_text import FreeJSON
-from fastserve.dialects.openai.tools import ToolUse, name_results, read_past_calls, read_tools
+from fastserve.dialects.openai.tools import (
+    CHAT_PLACES,
+    ToolPlaces,
+    ToolUse,
+    name_results,
+    read_past_calls,
+    read_tools,
+)
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     MOST_FLOAT,
@@ -320,6 +327,7 @@ def make_chat_task(
     *,
     source: str = "messages",
     asked: Any = None,
+    places: ToolPlaces = CHAT_PLACES,
 ) -> CompletionTask:
     """Return the task of a conversation, whose messages are those of templates. Raises InvalidBody."""
     refuse_unsupported(body)
@@ -339,7 +347,9 @@ def make_chat_task(
         logprobs=logprobs,
         source=source,
         asked=asked,
-        tools=read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
+        tools=read_tools(
+            body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False, places=places
+        ),
     )
 
 

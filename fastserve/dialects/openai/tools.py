@@ -62,6 +62,16 @@ ChoiceWord = Literal["none", "auto", "required"]
 NOT_PARSED = "must be auto or none: `text.tool_parser` of model '{}' is none"
 
 
+class ToolPlaces(NamedTuple):
+    """Places of a tool's parts in an item of `tools`, which an API's faults name."""
+
+    name: str = ".function.name"
+    parameters: str = ".function.parameters"
+
+
+CHAT_PLACES = ToolPlaces()
+
+
 class ToolFunction(msgspec.Struct):
     """A function that the model may call."""
 
@@ -140,9 +150,11 @@ class ToolUse:
         return frozenset(function.name for function in self.functions)
 
 
-def read_tools(tools: Raw | UnsetType, choice: Raw | UnsetType, *, parallel: bool) -> ToolUse | None:
-    """Return the use of tools; None for no tools, and for tools that are not to be called. Raises
-    InvalidBody."""
+def read_tools(
+    tools: Raw | UnsetType, choice: Raw | UnsetType, *, parallel: bool, places: ToolPlaces = CHAT_PLACES
+) -> ToolUse | None:
+    """Return the use of tools, which have the form of a chat's; None for no tools, and for tools that are not
+    to be called. Raises InvalidBody."""
     wanted = _read_choice(choice)
     if wanted == "none":
         return None
@@ -151,7 +163,7 @@ def read_tools(tools: Raw | UnsetType, choice: Raw | UnsetType, *, parallel: boo
         return None
     size = len(memoryview(tools))
     check(size <= MOST_TOOL_BYTES, "tools", f"have {size} bytes, allowed: at most {MOST_TOOL_BYTES}")
-    functions = [tool.function for tool in _read_list(b'{"tools":%b}' % bytes(tools))]
+    functions = [tool.function for tool in _read_list(b'{"tools":%b}' % bytes(tools), places)]
     shown = [_complete(tool) for tool in read_typed(_PLAIN, bytes(tools))]
     if isinstance(wanted, str):
         return ToolUse(shown, functions, "auto" if wanted == "auto" else "required", parallel=parallel)
@@ -181,7 +193,7 @@ def _read_choice(raw: Raw | UnsetType) -> ChoiceWord | NamedChoice:
     return given
 
 
-def _read_list(text: bytes) -> list[ToolDefinition]:
+def _read_list(text: bytes, places: ToolPlaces) -> list[ToolDefinition]:
     tools = read_typed(_LIST, text).tools
     check(len(tools) <= MOST_TOOLS, "tools", f"has {len(tools)} items, allowed: at most {MOST_TOOLS}")
     seen: set[str] = set()
@@ -190,12 +202,12 @@ def _read_list(text: bytes) -> list[ToolDefinition]:
         check(tool.type == "function", f"{place}.type", f"'{tool.type:.64}' is not supported")
         check(
             NAME.fullmatch(name) is not None,
-            f"{place}.function.name",
+            f"{place}{places.name}",
             "must be 1 to 64 letters, digits, underscores, dots and dashes",
         )
-        check(name not in seen, f"{place}.function.name", f"'{name}' is the name of a tool before it")
+        check(name not in seen, f"{place}{places.name}", f"'{name}' is the name of a tool before it")
         seen.add(name)
-        _read_parameters(tool.function, f"{place}.function.parameters")
+        _read_parameters(tool.function, f"{place}{places.parameters}")
     return tools
 
 

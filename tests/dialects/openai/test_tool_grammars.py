@@ -239,6 +239,25 @@ def test_openais_stream(client: openai.OpenAI) -> None:
     assert isinstance(found[0].function.parsed_arguments, short)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_whose_call_has_to_come(client: openai.OpenAI, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    shown: Any = [{"type": "function", "name": name, "parameters": schema} for name in ("count", "other")]
+    asked: Any = {"tools": shown, "parallel_tool_calls": False, "max_output_tokens": 100}
+    for model, choice in (("hermes", "required"), ("mistral", {"type": "function", "name": "count"})):
+        found: Any = client.responses.create(
+            model=model, input="hi", tool_choice=choice, stream=stream, **asked
+        )
+        if stream:
+            found = list(found)[-1].response
+        (call,) = found.output
+        assert (call.type, call.status, found.status) == ("function_call", "completed", "completed")
+        assert choice == "required" or call.name == "count"
+        jsonschema.validate(json.loads(call.arguments), schema)
+        repeated = found.tool_choice if isinstance(choice, str) else found.tool_choice.to_dict()
+        assert repeated == choice
+
+
 def test_the_hubs_chat(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface_hub names a function without a type, as TGI has it."""
     # A text model that another test has loaded here may have set HF_HUB_OFFLINE before the hub was imported.

@@ -1,5 +1,5 @@
-"""Tools of chats over scripted models: what the model is shown, the calls in its answer, whole and streamed,
-by openai's client and by plain ones; and what is refused."""
+"""Tools of chats and responses over scripted models: what the model is shown, the calls in its answer, whole
+and streamed, by openai's client and by plain ones; and what is refused."""
 
 from __future__ import annotations
 
@@ -220,6 +220,141 @@ def test_a_call_that_never_ends(server: Local) -> None:
     parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", [])]
     assert "".join(part["function"]["arguments"] for part in parts) == '["' + "x " * 9999
     assert chunks[-1]["finish_reason"] == "length"
+
+
+# --- by /v1/responses
+
+FLAT = [{"type": "function", "strict": False, **each["function"]} for each in (WEATHER, OTHER)]
+FLAT[1]["parameters"] = None
+EVENTS = [
+    *("response.created", "response.in_progress"),
+    *("response.output_item.added", "response.content_part.added"),
+    *["response.output_text.delta"] * 2,
+    *("response.output_text.done", "response.content_part.done", "response.output_item.done"),
+    "response.output_item.added",
+    *["response.function_call_arguments.delta"] * 2,
+    *("response.function_call_arguments.done", "response.output_item.done"),
+    *("response.output_item.added", "response.function_call_arguments.delta"),
+    *("response.function_call_arguments.done", "response.output_item.done"),
+    "response.completed",
+]
+
+
+def respond(client: openai.OpenAI, **more: Any) -> Any:
+    return client.responses.create(**{"model": "m1", "input": "hi", "tools": FLAT, **more})
+
+
+def said_in(response: Any) -> list[tuple[str, ...]]:
+    """Its output items, by what matters: their type and status, and their text, or function and arguments."""
+    return [
+        (item.type, item.status, item.content[0].text)
+        if item.type == "message"
+        else (item.type, item.status, item.name, item.arguments)
+        for item in response.output
+    ]
+
+
+ITEMS = [
+    ("message", "completed", "Let me see."),
+    ("function_call", "completed", "get_weather", PARIS),
+    ("function_call", "completed", "stop", "{}"),
+]
+
+
+def test_a_response_with_calls(client: openai.OpenAI) -> None:
+    found = respond(client, tool_choice="auto", parallel_tool_calls=True)
+    pydantic.TypeAdapter(openai.types.responses.Response).validate_python(found.model_dump())
+    assert (found.status, said_in(found)) == ("completed", ITEMS)
+    ids = [item.call_id for item in found.output[1:]]
+    assert len({*ids, *(item.id for item in found.output)}) == 5
+    assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in ids)
+    repeated = [tool.to_dict() for tool in found.tools]
+    assert (repeated, found.tool_choice, found.parallel_tool_calls) == (FLAT, "auto", True)
+
+
+def test_a_response_with_calls_in_typed_events(client: openai.OpenAI) -> None:
+    events = list(respond(client, stream=True))
+    assert [event.type for event in events] == EVENTS
+    for event in events:
+        pydantic.TypeAdapter(type(event)).validate_python(event.model_dump())
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1].response
+    assert said_in(last) == ITEMS
+    ended = [event.item for event in events if event.type == "response.output_item.done"]
+    assert ended == last.output
+    parts = [event for event in events if event.type.startswith("response.function_call_arguments")]
+    assert [(part.output_index, part.item_id) for part in parts] == [
+        (i, last.output[i].id) for i in (1, 1, 1, 2, 2)
+    ]
+    begun = [event.item for event in events if event.type == "response.output_item.added"]
+    assert [item.call_id for item in begun[1:]] == [item.call_id for item in last.output[1:]]
+    assert {item.status for item in begun} == {"in_progress"}
+
+
+def test_openais_helpers_of_responses(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="m1", input="hi", tools=FLAT) as stream:  # type: ignore[arg-type]
+        assert [event.type for event in stream] == EVENTS
+        assert said_in(stream.get_final_response()) == ITEMS
+    weather = pydantic.create_model("get_weather", city=(str, ...))
+    shown: Any = openai.pydantic_function_tool(weather)
+    flat: Any = {"type": "function", **shown["function"]}
+    found = client.responses.parse(model="m1", input="hi", tools=[flat])
+    assert found.output[1].parsed_arguments == weather(city="Paris").model_dump()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_that_are_cut(client: openai.OpenAI, stream: bool) -> None:
+    def end(**more: Any) -> Any:
+        found = respond(client, stream=stream, **more)
+        return list(found)[-1].response if stream else found
+
+    found = end(max_output_tokens=7)
+    cut = ("function_call", "incomplete", "get_weather", '{"city": "Par')
+    assert (found.status, said_in(found)) == ("incomplete", [ITEMS[0], cut])
+    found = end(parallel_tool_calls=False)
+    assert (said_in(found), found.parallel_tool_calls) == (ITEMS[:2], False)
+    found = end(tool_choice="none")
+    assert [item.type for item in found.output] == ["message"]
+    assert "<tool_call>" in found.output_text
+    found = end(model="talks")
+    assert said_in(found) == [("message", "completed", "Hello world")]
+    assert [item.name for item in end(model="many").output] == ["stop"] * 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_a_response_with_calls(client: openai.OpenAI, stream: bool) -> None:
+    """Those of the tokens that wrote the text."""
+    found = respond(client, stream=stream, include=["message.output_text.logprobs"], top_logprobs=1)
+    if stream:
+        events = list(found)
+        found = events[-1].response
+        told = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+        assert [len(each) for each in told] == [1, 1]
+    assert len(found.output[0].content[0].logprobs) == 2
+
+
+def test_a_response_shows_what_a_chat_shows(client: openai.OpenAI, server: Local) -> None:
+    """The output of a response may be sent back as it is."""
+    first = respond(client)
+    given: list[Any] = [
+        {"role": "user", "content": "hi"},
+        *first.output,
+        {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "rain"},
+        {
+            "type": "function_call_output",
+            "call_id": first.output[2].call_id,
+            "output": [{"type": "input_text", "text": "ok"}],
+        },
+    ]
+    respond(client, model="talks", input=given)
+    request: TextRequest = server.models["talks"].seen[-1]  # type: ignore[attr-defined]
+    calls = choice_of(ask(server))["message"]
+    results = [{"role": "tool", "tool_call_id": call["id"]} for call in calls["tool_calls"]]
+    results[0]["content"], results[1]["content"] = "rain", "ok"
+    told = [
+        {"type": "function", "function": {**each["function"], "strict": False}} for each in (WEATHER, OTHER)
+    ]
+    assert request.note.text == prompt_of(server, messages=[*USER, calls, *results], tools=told)
 
 
 # --- what the model is shown
