@@ -10,6 +10,7 @@
 of the pipelines, `pooling` and `normalize` those of an encoder, `truncate: false` refuses texts that the
 model cannot take whole, and `batch_tokens` bounds a padded batch. With `json_output: NAME` there is one
 output, JSON of what the task's pipeline returns for a row; of an encoder that is feature-extraction.
+`count_tokens: true` adds the output `tokens`, the number of each row's tokens.
 
 Rows of a batch run in order of their lengths, so that few places are padding. Nothing is fetched, no code of
 the folder is run, and pickled weights are refused.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from fastserve.backends.base import Arrays
 
 TEXT, PAIR = "text", "text_pair"
+COUNT = "tokens"
 SAVED = "config_sentence_transformers.json"
 LABELS, SCORES, ENTITIES, EMBEDDING = "labels", "scores", "entities", "embedding"
 SEQUENCES, TOKENS, ENCODER = "ForSequenceClassification", "ForTokenClassification", "Model"
@@ -48,6 +50,7 @@ _POOLINGS = ("mean", "cls", "last")
 _PARAMETERS = (
     "aggregation_strategy",
     "batch_tokens",
+    "count_tokens",
     "function_to_apply",
     "json_output",
     "normalize",
@@ -91,6 +94,7 @@ class TextTensorBackend:
         self._batch_tokens = int(self._parameters.get("batch_tokens", MOST_TOKENS))
         self._truncates = bool(self._parameters.get("truncate", True))
         self._json = str(self._parameters.get("json_output", ""))
+        self._counts = bool(self._parameters.get("count_tokens", False))
         self.inputs: dict[str, TensorSpec] = {}
         self.outputs: dict[str, TensorSpec] = {}
         self._tokenizer: Any = None
@@ -138,6 +142,8 @@ class TextTensorBackend:
         self.outputs = dict(self._task.outputs)
         if self._json:
             self.outputs = {self._json: TensorSpec(self._json, DTYPES["bytes"], (1,))}
+        if self._counts:
+            self.outputs |= _specs((COUNT, "int32", ()))
 
     def run(self, inputs: Arrays) -> Arrays:
         """Run one batch; see Backend.run. Raises ServeError INVALID_ARGUMENT for a text that is not UTF-8,
@@ -145,7 +151,7 @@ class TextTensorBackend:
         assert self._task is not None
         texts = [_read_texts(name, inputs[name]) for name in self.inputs]
         if not texts[0]:
-            return self._pack([])
+            return self._pack([], [])
         if self._prepare is not None:
             texts = [list(map(self._prepare, side)) for side in texts]
         encoded = self._encode(texts)
@@ -157,7 +163,7 @@ class TextTensorBackend:
             found = self._task.run([texts[0][at] for at in batch], tokens)
             for at, row in zip(batch, found, strict=True):
                 rows[at] = row
-        return self._pack(rows)
+        return self._pack(rows, lengths)
 
     def close(self) -> None:
         """Drop the model."""
@@ -187,11 +193,12 @@ class TextTensorBackend:
                 )
         return found
 
-    def _pack(self, rows: Sequence[Any]) -> Arrays:
+    def _pack(self, rows: Sequence[Any], lengths: Sequence[int]) -> Arrays:
         assert self._task is not None
+        counts = {COUNT: np.asarray(lengths, np.int32)} if self._counts else {}
         if not self._json:
-            return self._task.pack(rows)
-        return {self._json: _write_json([self._task.tell(row) for row in rows])[:, None]}
+            return {**self._task.pack(rows), **counts}
+        return {self._json: _write_json([self._task.tell(row) for row in rows])[:, None], **counts}
 
 
 # ---- tasks

@@ -10,7 +10,9 @@
 Any backend's model will do, by the tensors that it declares. A model of pairs has two inputs of texts, `text`
 and `text_pair` or any two in their order, and an output of one number a row, `scores`, `score` or its only
 one. A classifier has one input of texts and an output of numbers for each class; an output of texts has the
-labels. A text is a row of a model with a batch axis; of a model without one, an item of its only axis.
+labels. An output `tokens` of one whole number a row is the number of its tokens, and gives the reply its
+`usage`; other replies have none. A text is a row of a model with a batch axis; of a model without one, an
+item of its only axis.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ from fastserve.tensor import ARRAY_CODE, DTYPES, Tensor, TensorSpec
 MOST_REPEATED = 4 << 20
 """Bytes of a text that is paired with several, all its copies together."""
 FLOATS = ("float32", "float64")
+INTEGERS = ("int32", "int64")
 BYTES = DTYPES["bytes"]
+TOKENS = "tokens"
 PAIRED, SCORES, PROBABILITIES, LABELS = (
     ("text", "text_pair"),
     ("scores", "score"),
@@ -139,6 +143,7 @@ class ScoringTensors(NamedTuple):
     inputs: tuple[TensorSpec, ...]
     scores: TensorSpec
     labels: TensorSpec | None = None
+    tokens: TensorSpec | None = None
 
 
 def read_rerank(data: bytes | bytearray) -> ScoringTask:
@@ -194,7 +199,7 @@ def find_pairs(version: Version) -> ScoringTensors | None:
     if all(name in by_name for name in PAIRED):
         texts = [by_name[name] for name in PAIRED]
     scores = _pick(version, SCORES, lambda spec: spec.dtype.name in FLOATS and _row_of(version, spec) == 1)
-    return None if scores is None else ScoringTensors(tuple(texts), scores)
+    return None if scores is None else ScoringTensors(tuple(texts), scores, tokens=_tokens_of(version))
 
 
 def find_classes(version: Version) -> ScoringTensors | None:
@@ -210,7 +215,13 @@ def find_classes(version: Version) -> ScoringTensors | None:
         version, PROBABILITIES, partial(has_numbers, several=False)
     )
     labels = _pick(version, LABELS, lambda spec: spec.dtype is BYTES and _row_of(version, spec) == 1)
-    return None if scores is None else ScoringTensors(tuple(texts), scores, labels)
+    return None if scores is None else ScoringTensors(tuple(texts), scores, labels, _tokens_of(version))
+
+
+def _tokens_of(version: Version) -> TensorSpec | None:
+    """Return the output that has the number of each row's tokens."""
+    spec = version.outputs.get(TOKENS)
+    return spec if spec and spec.dtype.name in INTEGERS and _row_of(version, spec) == 1 else None
 
 
 def _texts_of(version: Version) -> list[TensorSpec] | None:
@@ -265,7 +276,7 @@ class ScoringCall(SlowRequest):
         self._name = self.version.model
         work = sum(len(text) for texts in task.columns for text in texts)
         inputs = await service.offload(work, self._pack_all)
-        wanted = [self._tensors.scores, *([self._tensors.labels] if self._tensors.labels else [])]
+        wanted = [spec for spec in self._tensors[1:] if isinstance(spec, TensorSpec)]
         due_ns = deadline_ns(call, task.body.timeout or service.options.timeout_s, service.options)
         names = tuple(spec.name for spec in wanted)
         return InferRequest(inputs, names, deadline_ns=due_ns, request_id=call.request_id)
@@ -346,7 +357,8 @@ def write_rerank(
         if task.body.return_documents is not False:
             found["document"] = {"text": documents[at]}
         results.append(found)
-    return _encode({"id": "rerank-" + token_hex(12), "model": model, "results": results})
+    head = {"id": "rerank-" + token_hex(12), "model": model, "results": results}
+    return _encode({**head, **_usage(tensors, outputs)})
 
 
 def write_scores(
@@ -355,7 +367,7 @@ def write_scores(
     """The reply: a score for each pair."""
     scores = _score_of(tensors, outputs, len(task.columns[0]))
     data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
-    return _listed("score-", model, data)
+    return _listed("score-", model, data, _usage(tensors, outputs))
 
 
 def write_classes(
@@ -375,12 +387,21 @@ def write_classes(
         {"index": at, "label": label, "probs": row, "num_classes": len(row)}
         for at, (label, row) in enumerate(zip(labels, numbers, strict=True))
     ]
-    return _listed("classify-", model, data)
+    return _listed("classify-", model, data, _usage(tensors, outputs))
 
 
-def _listed(prefix: str, model: str, data: list[dict[str, Any]]) -> bytes:
+def _listed(prefix: str, model: str, data: list[dict[str, Any]], beside: dict[str, Any]) -> bytes:
     head = {"id": prefix + token_hex(12), "object": "list", "created": int(time()), "model": model}
-    return _encode({**head, "data": data})
+    return _encode({**head, "data": data, **beside})
+
+
+def _usage(tensors: ScoringTensors, outputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the tokens of all texts, where the model has counted them."""
+    if tensors.tokens is None:
+        return {}
+    counts = outputs[tensors.tokens.name]
+    count = sum(array(ARRAY_CODE[counts.dtype.name], memoryview(counts.data).cast("B").tobytes()))
+    return {"usage": {"prompt_tokens": count, "total_tokens": count}}
 
 
 NO_PAIRS = (

@@ -269,7 +269,9 @@ def read_mindie(data: bytes | bytearray, options: TextgenOptions, streams: bool 
     ask.parameters.priority = checked.get("priority")
     ask.parameters.timeout = checked.get("timeout")
     sampling = msgspec.structs.replace(
-        read_sampling(checked), frequency_penalty=ask.sampling.frequency_penalty
+        read_sampling(checked),
+        frequency_penalty=ask.sampling.frequency_penalty,
+        grammar=ask.sampling.grammar,
     )
     return replace(ask, sampling=sampling)
 

@@ -104,6 +104,17 @@ def test_texts_are_labelled_as_the_pipeline_does(folders: Path) -> None:
     backend.close()
 
 
+def test_tokens_are_counted_where_that_is_asked_for(folders: Path) -> None:
+    texts = make_texts(20)
+    for parameters in ({}, {"json_output": "said"}):
+        backend = load(folders / "sentiment/1", parameters={"count_tokens": True, **parameters})
+        found = backend.run({"text": packed(texts)})
+        assert set(found) == set(backend.outputs) >= {"tokens"}
+        assert found["tokens"].tolist() == [1 + len(text.split()) + 1 for text in texts]
+        assert backend.run({"text": packed([])})["tokens"].shape == (0,)
+        backend.close()
+
+
 @pytest.mark.parametrize("strategy", ["none", "simple"])
 def test_tokens_are_labelled_as_the_pipeline_does(folders: Path, strategy: str) -> None:
     backend = load(folders / "entities/1", parameters={"aggregation_strategy": strategy})

@@ -55,6 +55,36 @@ def timeless(body: bytes) -> str:
     return re.sub(r'_time":\d+\.\d{2,}', '_time":T', body.decode())
 
 
+def test_a_grammar_comes_by_openais_and_tgis_paths() -> None:
+    """MindIE's own have no key for one, and ignore it."""
+    info = Info(vocab_size=1 << 20, tokenizer="words", max_tokens=64, grammars=True)
+    wanted = {"type": "object", "title": "x"}
+    form = {"type": "json_schema", "json_schema": {"schema": wanted}}
+    grammar = {"type": "json", "value": wanted}
+    chat = {"model": "m1", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    mine = {"response_format": form, "grammar": grammar, "max_new_tokens": 3}
+    with served(Scripted(SAMPLE_1, info=info), openai_flavor="mindie", tgi_flavor="mindie") as at:
+        for path, body, schema in (
+            ("/v1/chat/completions", {**chat, "response_format": form}, wanted),
+            (
+                "/v1/chat/completions",
+                {**chat, "response_format": {"type": "json_object"}},
+                {"type": "object"},
+            ),
+            (
+                "/generate",
+                {"inputs": "hi", "parameters": {"grammar": grammar, "max_new_tokens": 3}},
+                wanted,
+            ),
+            ("/infer", {"inputs": "hi", "parameters": mine, **mine}, None),
+            ("/v2/models/m1/generate", {"text_input": "hi", "parameters": mine, **mine}, None),
+        ):
+            reply = at.post(path, body)
+            assert reply.status == 200, (path, reply)
+            found = at.models["m1"].seen[-1].note.sampling.grammar  # type: ignore[attr-defined]
+            assert (found and msgspec.json.decode(found.text)) == schema, path
+
+
 def test_the_seeds_samples_byte_for_byte(seed1: Local) -> None:
     reply = seed1.infer("My name is Olivier and I", stream=True, seed=846930886, details=True)
     text = timeless(reply.body)

@@ -26,6 +26,7 @@ import numpy as np
 class Model:
     def __init__(self, config):
         self.outputs, self.inputs = config["parameters"]["outputs"], config["parameters"]["inputs"]
+        self.counts = "int32" if "probabilities" in self.outputs else "int64"
 
     def run(self, inputs):
         columns = [[text.decode() for text in inputs[name].reshape(-1)] for name in self.inputs]
@@ -58,12 +59,28 @@ MAKERS = {
     "y": lambda model, columns: score(model, columns).astype(np.float64),
     "probabilities": classes,
     "labels": labels,
+    "tokens": lambda model, columns: np.array(
+        [sum(len(text.split()) for text in row) for row in zip(*columns)], model.counts
+    ),
 }
 """
 TEXT = {"dtype": "bytes", "shape": []}
 PAIR = {"text_pair": TEXT, "text": TEXT}
 MODELS: dict[str, dict[str, Any]] = {
     "pairs": {"inputs": PAIR, "outputs": {"scores": {"dtype": "float32", "shape": [1]}}, "max_batch_size": 8},
+    "counts": {
+        "inputs": PAIR,
+        "outputs": {"score": {"dtype": "float32", "shape": []}, "tokens": {"dtype": "int64", "shape": []}},
+        "max_batch_size": 4,
+    },
+    "counted": {
+        "inputs": {"text": TEXT},
+        "outputs": {
+            "tokens": {"dtype": "int32", "shape": []},
+            "probabilities": {"dtype": "float32", "shape": [3]},
+        },
+        "max_batch_size": 4,
+    },
     "single": {
         "inputs": {"question": {"dtype": "bytes", "shape": [1]}, "passage": TEXT},
         "outputs": {"y": {"dtype": "float64", "shape": []}, "labels": TEXT},
@@ -134,6 +151,21 @@ def test_forms_of_a_rerank(server: Hosted) -> None:
     assert [one["document"] for one in objects] == [{"text": "a cat"}, {"text": "b"}]
     (unknown, known) = rerank(server, documents=["", "b"]).json["results"][::-1]
     assert (unknown["index"], unknown["relevance_score"], known["relevance_score"]) == (0, None, 0.0)
+
+
+def test_a_model_that_counts_its_tokens_tells_them(server: Hosted) -> None:
+    """As vLLM's and Jina's replies do; a model that tells no number has no usage."""
+    count = sum(len(each.split()) for each in DOCUMENTS) + len(DOCUMENTS) * len(QUERY.split())
+    told = rerank(server, model="counts", top_n=1).json
+    assert told["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    assert len(told["results"]) == 1
+    asked = {"model": "counts", "text_1": QUERY, "text_2": ["a dog", "one"]}
+    assert server.post("/v1/score", asked).json["usage"]["total_tokens"] == 7
+    asked = {"model": "counted", "input": ["a b", "c"]}
+    assert server.post("/v1/classify", asked).json["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    for path, model in (("/v1/rerank", "pairs"), ("/v1/score", "pairs"), ("/v1/classify", "classes")):
+        fields = {"query": "a", "documents": ["a"], "text_1": "a", "text_2": "a", "input": "a"}
+        assert "usage" not in server.post(path, {"model": model, **fields}).json
 
 
 def test_more_documents_than_a_batch_and_than_may_be(server: Hosted) -> None:
