@@ -241,8 +241,8 @@ class TFServingService(DialectService):
         """Reply with an error."""
         told = tfserving_error(fault)
         headers = (*self.headers, *fault_headers(told))
+        self.count_refused(call, model, fault, told)  # first: a client that has its answer finds it counted
         call.reply(CANONICAL_STATUS[told.kind], error_body(told.message), JSON, headers)
-        self.count_refused(call, model, fault, told)
 
 
 def _inflate(body: bytes | bytearray, limits: Limits) -> bytes:
