@@ -674,6 +674,34 @@ def test_turns_cost_tokens(tmp_path, asks_for_more):
     run(work())
 
 
+def test_a_turn_costs_less_once_answers_are_shorter(tmp_path):
+    """After one long answer and eight short ones, a turn is charged the mean in which each answer has an
+    eighth of the weight."""
+    long, short, shorts = 20, 3, 8
+
+    async def work() -> None:
+        async with serving(tmp_path) as at:
+            version = await at.load_code(COUNTING, text={"max_sequences": 1, "max_waiting": 8})
+            board = ShareBoard(0)
+            turns, team = board.of("m1"), Team("team", board)
+
+            async def charge(length: int) -> float:
+                """Return what a turn is charged before anybody knows that its answer has this length."""
+                before = turns.position(team.name)
+                with working_for(team):
+                    heard = at.ask(version, [1], max_new_tokens=60, stop_ids=[length])
+                charged = turns.position(team.name) - before
+                assert await heard.end() is Finish.STOP
+                assert len(heard.ids) == length
+                return charged
+
+            charged = [await charge(length) for length in (long, *[short] * shorts, short)]
+            means = [short + (long - short) * (7 / 8) ** count for count in range(shorts + 1)]
+            assert charged == pytest.approx([1 + 60, *(1 + mean for mean in means)])
+
+    run(work())
+
+
 def test_the_last_slots_are_for_accounts_that_have_few(tmp_path):
     async def work() -> None:
         async with serving(tmp_path) as at:
