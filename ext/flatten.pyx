@@ -1,8 +1,9 @@
-"""Nested Python lists to flat tensor memory and back, and the BYTES packing of strings.
+"""Nested Python lists to flat tensor memory and back, the BYTES packing of strings, and numbers of other types.
 
     flatten([[1, 2], [3, 4]], code_of_float32)   ->  (2, 2), bytearray of four floats
     unflatten(data, code_of_float32, (2, 2))     ->  [[1.0, 2.0], [3.0, 4.0]]
     pack_bytes([b"ab", "c"])                     ->  02 00 00 00 'a' 'b' 01 00 00 00 'c'
+    join_columns([(data, code_of_uint8)], code_of_float32)   ->  bytearray of the numbers as floats
 
 For values that are Python objects already; JSON text goes through json_reader. Integers are
 checked against the dtype's range and floats must not overflow it: nothing wraps here. bool is not
@@ -13,7 +14,7 @@ from enum import IntEnum
 from operator import index
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytearray cimport PyByteArray_FromStringAndSize
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.long cimport PyLong_CheckExact
@@ -22,14 +23,23 @@ from libc.math cimport isinf
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
+from libcpp.vector cimport vector
 
 from json_column cimport DT_BYTES, DT_COUNT, NOT_YET, Column, open_column, reserve
 from json_rows cimport MAX_RANK
 from tensor_item cimport *
 
+cdef extern from "convert_numbers.h" nogil:
+    void convert_piece(
+        int dtype, const uint8_t* at, Py_ssize_t step, int wanted, uint8_t* target, Py_ssize_t stride, Py_ssize_t count
+    )
+
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
 
+
+cdef enum:
+    ROWS = 256                          # that are converted at a time: what is written of them stays in the cache
 
 cdef int64_t MOST_LISTS = 1 << 24      # what a shape with a zero in it may ask of unflatten
 
@@ -315,6 +325,97 @@ cdef list read_items(const uint8_t* data, Py_ssize_t size, int dtype, int64_t co
     if size != count * item_bytes:
         raise FlattenFault(FlattenCode.SIZE, f"{count} items need {count * item_bytes} bytes, not {size}")
     return [read_item(data + i * item_bytes, dtype) for i in range(count)]
+
+
+# -- numbers of other types ----------------------------------------------------------------------
+
+cdef struct Source:
+    # A column that is read.
+    const uint8_t* at
+    Py_ssize_t step             # bytes from one number to the next
+    int dtype
+
+
+def join_columns(columns, int wanted):
+    """The matrix of `columns`, row by row, as memory of the code `wanted`: float32, float64, or that of all
+    columns. A column is its data and its code: bool, an integer's, float32 or float64; all have as many numbers.
+
+    Numbers are rounded to the nearest, those beyond float32 to infinity. Other threads run meanwhile. Raises
+    ValueError for other codes, and for data of another length than the first column's.
+    """
+    cdef Held held = Held(len(columns))
+    cdef Py_ssize_t rows = -1, size
+    for data, code in columns:
+        size = held.add(data, code)
+        if rows not in (-1, size):
+            raise ValueError(f"columns of {rows} and of {size} numbers")
+        rows = size
+    return held.convert(max(rows, 0), wanted)
+
+
+def take_column(data, int code, Py_ssize_t width, Py_ssize_t column, int wanted):
+    """One column of a matrix of `width`, converted as by join_columns. Raises ValueError."""
+    cdef Held held = Held(1)
+    cdef Py_ssize_t size = held.add(data, code), unit = dtype_bytes(code)
+    if not 0 <= column < width or size % width:
+        raise ValueError(f"no column {column} in {size} numbers, {width} in a row")
+    held.sources[0].at += column * unit
+    held.sources[0].step = width * unit
+    return held.convert(size // width, wanted)
+
+
+cdef class Held:
+    # The columns of one call, until it ends.
+    cdef vector[Py_buffer] views
+    cdef vector[Source] sources
+
+    def __cinit__(self, Py_ssize_t count):
+        self.views.reserve(count)
+        self.sources.reserve(count)
+
+    def __dealloc__(self):
+        cdef size_t i
+        for i in range(self.views.size()):
+            PyBuffer_Release(&self.views[i])
+
+    cdef Py_ssize_t add(self, data, int code) except -1:
+        # How many numbers it has.
+        cdef Py_buffer view
+        cdef Source source
+        if not (DT_BOOL <= code <= DT_INT64 or code == DT_FLOAT32 or code == DT_FLOAT64):
+            raise ValueError(f"no numbers that can be converted: code {code}")
+        PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+        self.views.push_back(view)
+        source.at, source.dtype, source.step = <const uint8_t*>view.buf, code, dtype_bytes(code)
+        self.sources.push_back(source)
+        if view.len % source.step:
+            raise ValueError(f"{view.len} bytes are no numbers of {source.step} bytes")
+        return view.len // source.step
+
+    cdef convert(self, Py_ssize_t rows, int wanted):
+        cdef size_t width = self.sources.size(), column
+        cdef Py_ssize_t unit = dtype_bytes(wanted), row = 0, count
+        cdef uint8_t* target
+        for column in range(width):
+            if self.sources[column].dtype != wanted and wanted != DT_FLOAT32 and wanted != DT_FLOAT64:
+                raise ValueError(f"numbers become float32 or float64, not code {wanted}")
+        found = PyByteArray_FromStringAndSize(NULL, rows * <Py_ssize_t>width * unit)
+        target = <uint8_t*>PyByteArray_AS_STRING(found)
+        with nogil:
+            while row < rows:
+                count = min(ROWS, rows - row)
+                for column in range(width):
+                    convert_piece(
+                        self.sources[column].dtype,
+                        self.sources[column].at + row * self.sources[column].step,
+                        self.sources[column].step,
+                        wanted,
+                        target + (row * <Py_ssize_t>width + <Py_ssize_t>column) * unit,
+                        <Py_ssize_t>width * unit,
+                        count,
+                    )
+                row += ROWS
+        return found
 
 
 # -- BYTES packing -------------------------------------------------------------------------------

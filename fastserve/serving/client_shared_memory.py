@@ -681,8 +681,8 @@ def _record(region: AnyRegion) -> StateRecord:
 
 
 def most_bytes(version: Version) -> int:
-    """Return how many bytes a request of this version may bring in client memory: its largest batch, or
-    `max_queue_bytes` where that is more."""
+    """Return how many bytes a request of this version may bring in client memory, or have once they are
+    converted: its largest batch, or `max_queue_bytes` where that is more."""
     config = version.config
     row_bytes = (spec.row_bytes or 0 for spec in version.inputs.values())
     return max(config.max_queue_bytes, max(config.max_batch_size, 1) * sum(row_bytes))

@@ -15,7 +15,9 @@ from fastserve._ext.flatten import (
     FlattenCode,
     FlattenFault,
     flatten,
+    join_columns,
     pack_bytes,
+    take_column,
     unflatten,
     unpack_bytes,
     walk_bytes,
@@ -141,3 +143,62 @@ def test_unflatten_refuses(shape: tuple[int, ...]) -> None:
     with pytest.raises(FlattenFault) as caught:
         unflatten(b"\0" * 8 if shape[-1] else b"", DTYPES["float32"].code, shape)
     assert caught.value.code == FlattenCode.SIZE
+
+
+PLAIN = [name for name in NUMBERS if name not in ("float16", "complex64", "complex128")]
+
+
+@examples(150)
+@given(st.sampled_from(["float32", "float64"]), st.integers(0, 600), st.data())
+def test_columns_join_like_numpy(wanted: str, rows: int, data: st.DataObject) -> None:
+    """Of any types of numbers, unaligned; each column taken out again is the one that was sent."""
+    dtypes = data.draw(st.lists(st.sampled_from(PLAIN), min_size=1, max_size=4))
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    columns = [random.integers(0, 256, rows * np.dtype(one).itemsize, np.uint8) for one in dtypes]
+    sent = [
+        (column % 2).astype(bool) if one == "bool" else column.view(one)
+        for column, one in zip(columns, dtypes, strict=True)
+    ]
+    given = [
+        (memoryview(b"x" + one.tobytes())[1:], DTYPES[name].code)
+        for one, name in zip(sent, dtypes, strict=True)
+    ]
+    with np.errstate(all="ignore"):
+        right = np.column_stack([one.astype(wanted) for one in sent])
+    code = DTYPES[wanted].code
+    matrix = join_columns(given, code)
+    np.testing.assert_array_equal(np.frombuffer(matrix, wanted).reshape(rows, len(dtypes)), right)
+    for at in range(len(dtypes)):
+        np.testing.assert_array_equal(
+            np.frombuffer(take_column(matrix, code, len(dtypes), at, code), wanted), right[:, at]
+        )
+
+
+def test_columns_of_one_type_stay_as_they_are() -> None:
+    code = DTYPES["int64"].code
+    assert join_columns([(struct.pack("<q", one), code) for one in (2**62 + 1, -1)], code) == struct.pack(
+        "<2q", 2**62 + 1, -1
+    )
+    assert join_columns([], code) == b""
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "words"),
+    [
+        ([(b"ab", "uint8"), (b"a", "uint8")], "float32", "columns of 2 and of 1 numbers"),
+        ([(b"abc", "int16")], "float32", "3 bytes are no numbers of 2 bytes"),
+        ([(b"ab", "float16")], "float32", "no numbers that can be converted"),
+        ([(b"ab", "bytes")], "bytes", "no numbers that can be converted"),
+        ([(b"a", "uint8")], "int64", "become float32 or float64"),
+    ],
+)
+def test_no_columns(columns: list[tuple[bytes, str]], wanted: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        join_columns([(data, DTYPES[name].code) for data, name in columns], DTYPES[wanted].code)
+
+
+@pytest.mark.parametrize(("width", "column"), [(2, 2), (2, -1), (0, 0), (-1, 0), (4, 0)])
+def test_no_column(width: int, column: int) -> None:
+    code = DTYPES["uint8"].code
+    with pytest.raises(ValueError, match="no column"):
+        take_column(b"abcdef", code, width, column, code)

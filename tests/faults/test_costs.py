@@ -105,11 +105,10 @@ def test_what_is_fitted_logged_or_cached(costs: Costs, size: int) -> None:
             if statuses[-1] == 200 and logs.stem.startswith("logged"):
                 until(lambda: logs.exists() and logs.stat() != before, "the request is logged")
 
-        # A byte or two are a number of eight bytes to the model, converted: twice the CPU and eight times the
-        # memory of a body of its size.
+        # A byte or two are a number of eight bytes to the model, converted: eight times the memory of a body
+        # of its size, on the budget.
         grows = request.name.endswith(("INT8", "BOOL", "FP64"))
         cost = least(costs, len(request.body) * (8 if grows else 1), ask)
-        cost = cost._replace(cpu_s=cost.cpu_s / (2 if grows else 1))
         if cost.excess or statuses[-1] in (0, 503):
             excess.append(f"{request.name}: {cost.excess}, {statuses[-1]}")
     assert costs.server.alive, costs.server.log.read_text()[-3000:]

@@ -126,6 +126,14 @@ def test_a_hundred_large_messages(served: Probed) -> None:
     check(served, asks * 4, MB)
 
 
+@pytest.mark.parametrize("size", [MB, pytest.param(7 * MB, marks=pytest.mark.torture)])
+def test_bytes_that_become_eight(served: Probed, size: int) -> None:
+    """Inputs of a byte for a model of float64: eight times the memory, on the budget before they are made."""
+    kept = [one for one in shapes.kept_requests(size) if one.name.endswith(("UINT8", "BOOL", "INT8"))]
+    assert len(kept) == 5
+    check(served, [partial(ask_http, served, one) for one in kept * (CLIENTS // 20)], size)
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", range(8))
 def test_hundreds_of_the_largest_bodies(served: Probed, seed: int) -> None:

@@ -8,18 +8,23 @@ reported, so it is kept here.
 from __future__ import annotations
 
 from abc import abstractmethod
-from array import array
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from fastserve._ext.flatten import walk_bytes
+from fastserve._ext.flatten import join_columns, take_column, walk_bytes
 from fastserve.dialects.kserve.request import HeaderForwarding, InferBody, InputPart, ReplyOptions, id_prefix
 from fastserve.dialects.kserve.service import KServeService
 from fastserve.errors import Kind, ModelError, invalid, unsupported
 from fastserve.request import InferRequest, InferResponse
-from fastserve.serving.client_shared_memory import OutputBuffer, OutputBuffers, Regions, check_total
+from fastserve.serving.client_shared_memory import (
+    OutputBuffer,
+    OutputBuffers,
+    Regions,
+    check_total,
+    most_bytes,
+)
 from fastserve.serving.model_view import Class, ModelView, TensorView, check_order, classify
 from fastserve.serving.prepared_requests import Memory
 from fastserve.serving.slow_path import RegionRequest
@@ -97,7 +102,9 @@ class Inference(RegionRequest):
         if view.version.config.loose_inputs:
             most = _count_converted(view, body.inputs)
             await self.charge(most)
-            self.converts = await service.offload(most * _CONVERT_COST, fit_inputs, view, body)
+            self.converts = await service.offload(
+                most + len(body.inputs) * _PART_COST, fit_inputs, view, body
+            )
         request = await service.offload(work, make_request, view, body, service.regions)
         outside = {part.name: part.lent for part in body.inputs if part.lent is not None}
         self.bring(request, outside)
@@ -244,9 +251,8 @@ def check_inputs(
 CONTENT_TYPE = "content_type"
 TABLE = "pd"
 """The content type of a request that has a tensor for each column."""
-_CONVERT_COST = 8  # converting a byte takes as long as reading so many
-_PIECE = 1 << 15  # values that are converted at a time: no other thread runs meanwhile
-_NUMBERS: dict[str, Any] = {**ARRAY_CODE, "bool": "B"}
+_PART_COST = 4096  # a tensor is fitted as long as so many bytes are converted
+_NUMBERS = ARRAY_CODE.keys() | {"bool"}
 
 
 def fit_inputs(view: ModelView, body: InferBody) -> bool:
@@ -289,16 +295,21 @@ def _read_alike(new: InputPart, old: InputPart) -> bool:
 
 
 def _count_converted(view: ModelView, parts: Sequence[InputPart]) -> int:
-    """Return how many bytes of a request's inputs may be converted, once their numbers are the model's."""
+    """Return how many bytes of a request's inputs may be converted, once their numbers are the model's: those
+    of a byte become eight. Raises ServeError for more than the model takes."""
     wanted = {side.dtype for side in view.inputs.values()}
-    most = max((dtype.item_bytes for dtype in wanted), default=0)
+    widest = max((dtype.item_bytes for dtype in wanted), default=0)
     keeps = len(parts) == len(view.inputs) == 1  # one matrix, which is copied for its type alone
     dtypes = ((DTYPE_BY_KSERVE.get(part.datatype), part) for part in parts if part.range is None)
-    return sum(
-        part.nbytes // dtype.item_bytes * most
+    total = sum(
+        part.nbytes // dtype.item_bytes * widest
         for dtype, part in dtypes
         if dtype is not None and dtype.item_bytes and not (keeps and dtype in wanted)
     )
+    if total > view.version.config.max_queue_bytes and total > (most := most_bytes(view.version)):
+        text = f"inputs have {total} bytes as the model's types, model '{view.model}' takes at most {most}"
+        raise invalid(f"{text} (max_queue_bytes)")
+    return total
 
 
 def _fit(view: ModelView, side: TensorView, part: InputPart, prefix: str) -> InputPart:
@@ -309,7 +320,7 @@ def _fit(view: ModelView, side: TensorView, part: InputPart, prefix: str) -> Inp
         return fitted
     _check_shape(view, side, fitted, prefix)
     _check_size(view, TensorView(side.name, dtype, side.dims, side.model_dims), fitted, prefix)
-    data = convert_numbers(part.data, dtype, side.dtype)
+    data = join_columns([(part.data, dtype.code)], side.dtype.code)
     rounded = (dtype.name, side.dtype.name) == ("float32", "float64")
     return replace(fitted, datatype=kserve_name(side.dtype), data=data, rounded=rounded)
 
@@ -329,21 +340,6 @@ def _converts(dtype: DType, wanted: DType) -> bool:
     return wanted.name in ("float32", "float64") and dtype.name in _NUMBERS
 
 
-def convert_numbers(data: Memory, dtype: DType, wanted: DType) -> memoryview:
-    """Return numbers of one type as numbers of another."""
-    found = array(ARRAY_CODE[wanted.name])
-    for piece in _convert(data, dtype, wanted):
-        found.extend(piece)
-    return memoryview(found).cast("B")
-
-
-def _convert(data: Memory, dtype: DType, wanted: DType) -> Iterator[array[Any]]:
-    """Yield numbers of one type as numbers of another, _PIECE at a time."""
-    numbers = memoryview(data).cast("B").cast(_NUMBERS[dtype.name])
-    for start in range(0, len(numbers), _PIECE):
-        yield array(_NUMBERS[wanted.name], numbers[start : start + _PIECE].tolist())
-
-
 def _stack(
     view: ModelView, side: TensorView, parts: Sequence[InputPart], names: Sequence[str], prefix: str
 ) -> InputPart:
@@ -356,18 +352,9 @@ def _stack(
     column = TensorView(side.name, side.dtype, (), ())
     rows = _rename(view, column, chosen[0]).shape
     dtypes = [_check_column(view, column, part, chosen[0].name, rows, prefix) for part in chosen]
-    width = len(chosen)
-    code, left = _NUMBERS[side.dtype.name], count_items(rows) * width
-    matrix = array(code)
-    while left > 0:  # one piece after the other, as the values
-        matrix.extend(array(code, [0]) * min(left, _PIECE))
-        left -= _PIECE
-    for at, (part, dtype) in enumerate(zip(chosen, dtypes, strict=True)):  # each into its place at once
-        for piece in _convert(part.data, dtype, side.dtype):
-            end = at + len(piece) * width
-            matrix[at:end:width] = piece
-            at = end
-    return InputPart(side.name, kserve_name(side.dtype), (*rows, width), memoryview(matrix).cast("B"))
+    sources = [(part.data, dtype.code) for part, dtype in zip(chosen, dtypes, strict=True)]
+    matrix = join_columns(sources, side.dtype.code)
+    return InputPart(side.name, kserve_name(side.dtype), (*rows, len(chosen)), matrix)
 
 
 def _check_column(
@@ -395,12 +382,14 @@ def _split(view: ModelView, part: InputPart, prefix: str) -> list[InputPart]:
     if not fits or dtype is None or not all(_converts(dtype, side.dtype) for side in sides):
         return [part]
     _check_size(view, TensorView(part.name, dtype, (width,), (width,)), part, prefix)
-    numbers = memoryview(part.data).cast("B").cast(_NUMBERS[dtype.name])
-    columns = [
-        InputPart(side.name, part.datatype, part.shape[:1], numbers[at::width].tobytes())
-        for at, side in enumerate(sides)
-    ]
-    return [_fit(view, side, one, prefix) for side, one in zip(sides, columns, strict=True)]
+    return [_take(view, side, part, dtype, at) for at, side in enumerate(sides)]
+
+
+def _take(view: ModelView, side: TensorView, part: InputPart, dtype: DType, column: int) -> InputPart:
+    """Return a column of a matrix as the model's input `side`."""
+    data = take_column(part.data, dtype.code, part.shape[1], column, side.dtype.code)
+    one = InputPart(side.name, kserve_name(side.dtype), part.shape[:1], data)
+    return _rename(view, side, one)
 
 
 def _read_part(view: ModelView, part: InputPart, prefix: str, regions: Regions) -> Memory:

@@ -54,6 +54,7 @@ MODELS = {
     "matrix": {**MATRIX, **LOOSE, "labels": {"v0.1.0": 1}},
     "columns": {**COLUMNS, **LOOSE},
     "strict": MATRIX,
+    "tight": {**MATRIX, **LOOSE, "max_queue_bytes": 1 << 16},
     "whole": {
         "inputs": {"rows": {**WIDE, "dtype": "int64"}},
         "outputs": {"same": {**WIDE, "dtype": "int64"}},
@@ -211,6 +212,18 @@ def test_what_does_not_fit_is_said(server: Running, model: str, inputs: list[Any
     status, error = ask(server, model, *inputs, parameters={"content_type": "pd"})
     assert status == 400
     assert told in error
+
+
+def test_more_than_the_model_takes_is_not_converted(server: Running) -> None:
+    """A byte becomes eight: what counts is what they have as the model's type. 4096 rows are a batch."""
+    most = 4096 * 2 * 8
+    for values in (most // 8, most // 8 + 2):
+        told = ask(server, "tight", tensor([1] * values, [values // 2, 2], "UINT8"))
+        if values * 8 <= most:
+            assert told == (200, {"sum": [2.0] * (values // 2)})
+        else:
+            text = f"inputs have {values * 8} bytes as the model's types, model 'tight' takes at most {most}"
+            assert told == (400, f"{text} (max_queue_bytes)")
 
 
 def test_many_rows(server: Running) -> None:
