@@ -96,7 +96,9 @@ class CompletionEndpoint:
         wanted = await read_offloaded(service, call, api.read, call.body, service.options.max_stops)
         model = find_model(service, wanted.body.model or "", must_be_named=wanted.names_model)
         about.model = model
-        form = AnswerForm(wanted.logprobs >= 0, wanted.tells_usage, service.options.full_text, wanted.asked)
+        form = AnswerForm(
+            wanted.logprobs >= 0, wanted.tells_usage, service.options.full_text, wanted.asked, wanted.older
+        )
         answer = api.answer(model.shown_name, model.version.number, form)
         one = CompletionCall(service, call, model, wanted, answer)
         if wanted.streams:
@@ -487,12 +489,14 @@ def finish_of(finish: Finish, calls: ToolReader | None = None) -> str:
 
 class AnswerForm(NamedTuple):
     """Options of an answer: logprobs, usage in a stream, `full_text`, the whole text so far in each chunk, as
-    MindIE's fullTextEnabled has it, and `asked`, the request for an API that repeats it."""
+    MindIE's fullTextEnabled has it, `asked`, the request for an API that repeats it, and `older`, calls as
+    OpenAI told them before tools."""
 
     scored: bool = False
     usage: bool = False
     full_text: bool = False
     asked: Any = None
+    older: bool = False
 
 
 PLAIN = AnswerForm()
@@ -632,6 +636,10 @@ class ChatWriter(OpenAiWriter):
     whole_object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
     _nothing = b'"delta":{}'
 
+    def __init__(self, model: str, version: object, form: AnswerForm = PLAIN) -> None:
+        super().__init__(model, version, form)
+        self._older = form.older
+
     def begin(self, index: int, prompt_tokens: int = 0) -> bytes:
         return self._chunk(index, b'"delta":{"role":"assistant","content":""}', b"null", ())
 
@@ -641,8 +649,20 @@ class ChatWriter(OpenAiWriter):
     def part(self, index: int, part: AnswerPart, scored: Sequence[ScoredToken] = ()) -> bytes:
         if part.call < 0:
             return self.piece(index, part.text, scored)
-        said = b'"delta":{"tool_calls":[%b]}' % _encode(write_call_part(part))
+        if self._older:
+            called = {"name": part.name, "arguments": ""} if part.name else {"arguments": part.text}
+            said = b'"delta":{"function_call":%b}' % _encode(called)
+        else:
+            said = b'"delta":{"tool_calls":[%b]}' % _encode(write_call_part(part))
         return self._chunk(index, said, b"null", scored)
+
+    def last(
+        self, index: int, finish: str, usage: TokenUsage | None = None, stop: str | None = None
+    ) -> bytes:
+        return super().last(index, self._finish(finish), usage, stop)
+
+    def _finish(self, finish: str) -> str:
+        return "function_call" if self._older and finish == "tool_calls" else finish
 
     def _beside(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         said = choices[0].prompt_logprobs
@@ -652,12 +672,15 @@ class ChatWriter(OpenAiWriter):
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.calls:
             message["content"] = choice.text or None
-            message["tool_calls"] = [call.write() for call in choice.calls]
+            if self._older:
+                message["function_call"] = choice.calls[0].write()["function"]
+            else:
+                message["tool_calls"] = [call.write() for call in choice.calls]
         return {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.scored) if self.scored else None,
-            "finish_reason": choice.finish,
+            "finish_reason": self._finish(choice.finish),
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:

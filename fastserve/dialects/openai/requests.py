@@ -23,11 +23,16 @@ from fastserve.codec.generation import Sampling
 from fastserve.codec.json_text import FreeJSON
 from fastserve.dialects.openai.tools import (
     CHAT_PLACES,
+    FUNCTION_PLACES,
+    CalledFunction,
     ToolPlaces,
     ToolUse,
+    name_older_results,
     name_results,
     read_past_calls,
     read_tools,
+    write_functions,
+    write_past_call,
 )
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
@@ -138,6 +143,8 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    """A call in OpenAI's older form."""
 
 
 class ChatRequest(CompletionFields, kw_only=True):
@@ -151,6 +158,8 @@ class ChatRequest(CompletionFields, kw_only=True):
     modalities: list[str] | None = None
     tools: ToolKey = UNSET
     tool_choice: ToolKey = UNSET
+    functions: ToolKey = UNSET
+    function_call: ToolKey = UNSET
     parallel_tool_calls: bool | None = None
     audio: Refused = UNSET
     web_search_options: Refused = UNSET
@@ -282,6 +291,8 @@ class CompletionTask:
     images: list[tuple[str, str]] = field(default_factory=list)
     """The place of each image in the body, and its reference."""
     tools: ToolUse | None = None
+    older: bool = False
+    """Whether calls are told as OpenAI did before tools."""
     logprobs: int = -1
     echo: bool = False
     suffix: str = ""
@@ -314,7 +325,8 @@ def read_chat(data: bytes | bytearray, most_stops: int) -> CompletionTask:
     """POST /v1/chat/completions. Raises InvalidBody."""
     body = read_typed(_chat, data)
     images: list[tuple[str, str]] = []
-    messages = [_read_message(message, f"messages[{i}]", images) for i, message in enumerate(body.messages)]
+    messages = [_read_message(message, i, images) for i, message in enumerate(body.messages)]
+    name_older_results(messages)
     name_results(messages)
     return make_chat_task(body, most_stops, messages, images)
 
@@ -335,6 +347,7 @@ def make_chat_task(
     _check_modalities(body)
     logprobs = _chat_logprobs(body)
     most = body.max_completion_tokens or body.max_tokens or MOST_INT
+    older = _is_older(body)
     return CompletionTask(
         body=body,
         sampling=read_sampling(body, most, logprobs, ranks=_read_ranks(body, body.prompt_logprobs)),
@@ -347,10 +360,28 @@ def make_chat_task(
         logprobs=logprobs,
         source=source,
         asked=asked,
-        tools=read_tools(
-            body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False, places=places
-        ),
+        tools=_read_functions(body) if older else _read_tools(body, places),
+        older=older,
     )
+
+
+def _is_older(body: ChatRequest) -> bool:
+    """Return whether a request has functions in the form that OpenAI had before tools. Raises InvalidBody."""
+    older = not is_neutral(body.functions)
+    check(not older or is_neutral(body.tools), "functions", "cannot be combined with `tools`")
+    neutral = is_neutral(body.function_call, NEUTRAL["function_call"])
+    check(older or neutral, "function_call", "wants `functions`")
+    return older
+
+
+def _read_functions(body: ChatRequest) -> ToolUse | None:
+    tools = UNSET if isinstance(body.functions, UnsetType) else write_functions(body.functions)
+    return read_tools(tools, body.function_call, parallel=False, places=FUNCTION_PLACES)
+
+
+def _read_tools(body: ChatRequest, places: ToolPlaces) -> ToolUse | None:
+    parallel = body.parallel_tool_calls is not False
+    return read_tools(body.tools, body.tool_choice, parallel=parallel, places=places)
 
 
 def read_completion(data: bytes | bytearray, most_stops: int) -> CompletionTask:
@@ -537,19 +568,23 @@ def read_sampling(
     )
 
 
-def _read_message(message: ChatMessage, place: str, images: list[tuple[str, str]]) -> dict[str, Any]:
+def _read_message(message: ChatMessage, number: int, images: list[tuple[str, str]]) -> dict[str, Any]:
     """A message as templates know it: its content is a text."""
+    place = f"messages[{number}]"
     content = message.content
     if isinstance(content, list):
         content = _read_parts(content, f"{place}.content", images)
     if content is None:
-        good = message.role == "assistant" and bool(message.tool_calls)
+        good = message.role == "assistant" and bool(message.tool_calls or message.function_call)
         check(good, f"{place}.content", "is required")
     found: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_calls:
         found["tool_calls"] = read_past_calls(message.tool_calls, f"{place}.tool_calls")
+    elif message.function_call is not None:
+        id = f"call{number:05}"  # 9 letters and digits, as templates of Mistral insist
+        found["tool_calls"] = [write_past_call(id, message.function_call, f"{place}.function_call")]
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     return found

@@ -42,7 +42,13 @@ from fastserve.dialects.openai.requests import (
     make_chat_task,
     refused_keys,
 )
-from fastserve.dialects.openai.tools import ToolCall, ToolPlaces, name_results, read_past_calls
+from fastserve.dialects.openai.tools import (
+    CalledFunction,
+    ToolCall,
+    ToolPlaces,
+    name_results,
+    write_past_call,
+)
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     BodyUse,
@@ -239,11 +245,7 @@ def _read_item(
     """Add one item to the messages; a call, to the message of the assistant before it. Raises InvalidBody."""
     if item.type == "function_call":
         check(item.name is not None, f"{place}.name", "is required")
-        function = {"name": item.name, "arguments": item.arguments}
-        try:
-            (call,) = read_past_calls([{"id": item.call_id, "function": function}], place)
-        except InvalidBody:
-            raise InvalidBody(f"`{place}.arguments` must be a JSON object", f"{place}.arguments") from None
+        call = write_past_call(item.call_id, CalledFunction(item.name or "", item.arguments), place)
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         messages[-1].setdefault("tool_calls", []).append(call)

@@ -15,11 +15,13 @@ With `auto` the answer is parsed; where a tool is `strict`, a grammar begins wit
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -43,6 +45,9 @@ from fastserve.serving.text.tokenizer import Tokenizer
 MOST_TOOLS = 128
 MOST_TOOL_BYTES = MOST_GRAMMAR_CHARACTERS
 """Bytes of the tools of a request, which become a grammar."""
+MOST_KEPT = 8
+"""Sets of tools, and grammars of them, that a front process keeps: an agent sends the same with each request.
+Of 65536 bytes one has 2 MB of objects at most."""
 MOST_CALLS = 64
 """Calls of an answer that a grammar lets a model write."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -50,6 +55,12 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """White space of a call's JSON, as llguidance takes it: that of Python's json, which chat templates write."""
 OPEN_KEYS = {"$ref", "allOf", "anyOf", "oneOf", "additionalProperties", "patternProperties"}
 """Keywords of a schema that may allow other properties than its own."""
+BARE_CALL = (
+    r'\s*\{{(\s*"(type|id)"\s*:\s*("([^"\\]|\\.)*"|[^,}}\]\s"{{\[]+)\s*,)*\s*'
+    r'("name"\s*:\s*"(({})"|[^"\\]*\\)|"(parameters|arguments)"\s*:|"(type|id)"\s*:\s*[{{\[]|"[a-z]*\\)'
+)
+"""Beginnings of a text that a parser of bare calls may take for a call of a name, as a regular expression:
+the name itself, perhaps after other keys that calls have; the arguments; what is written with escapes."""
 OBJECT = Raw(b'"object"')
 NO_PARAMETERS = {"type": OBJECT, "properties": Raw(b"{}")}
 EXPECTED: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
@@ -63,13 +74,17 @@ NOT_PARSED = "must be auto or none: `text.tool_parser` of model '{}' is none"
 
 
 class ToolPlaces(NamedTuple):
-    """Places of a tool's parts in an item of `tools`, which an API's faults name."""
+    """Places of a tool's parts in an item of `tools`, and the keys of tools and their choice: an API's faults
+    name them."""
 
     name: str = ".function.name"
     parameters: str = ".function.parameters"
+    tools: str = "tools"
+    choice: str = "tool_choice"
 
 
 CHAT_PLACES = ToolPlaces()
+FUNCTION_PLACES = ToolPlaces(".name", ".parameters", "functions", "function_call")
 
 
 class ToolFunction(msgspec.Struct):
@@ -91,6 +106,20 @@ class ToolList(msgspec.Struct):
     """The tools of a request, so that faults have their paths."""
 
     tools: list[ToolDefinition]
+
+
+class OlderFunction(msgspec.Struct):
+    """A function in the form that OpenAI had before tools."""
+
+    name: str
+    description: Raw | UnsetType = UNSET
+    parameters: Raw | UnsetType = UNSET
+
+
+class FunctionList(msgspec.Struct):
+    """The functions of a request, so that faults have their paths."""
+
+    functions: list[OlderFunction]
 
 
 class FunctionName(msgspec.Struct):
@@ -125,6 +154,7 @@ class PastCall(msgspec.Struct):
 
 
 _LIST: FreeJSON[ToolList] = FreeJSON(ToolList, BOUNDS)
+_FUNCTIONS: FreeJSON[FunctionList] = FreeJSON(FunctionList, BOUNDS)
 _CHOICE: FreeJSON[ToolChoice] = FreeJSON(ToolChoice, BOUNDS)
 _PLAIN: FreeJSON[list[dict[str, Any]]] = FreeJSON(list[dict[str, Any]], BOUNDS)
 _OBJECT: FreeJSON[dict[str, Any]] = FreeJSON(dict[str, Any], BOUNDS)
@@ -132,9 +162,9 @@ _SCHEMA: FreeJSON[dict[str, Raw]] = FreeJSON(dict[str, Raw], BOUNDS)
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ToolUse:
-    """The tools of a request, and how they are to be used."""
+    """The tools of a request, and how they are to be used. Requests with the same tools share it."""
 
     shown: Sequence[Mapping[str, Any]]
     """The tools as they were sent, for the chat template; `description` and `parameters` are always there."""
@@ -150,55 +180,85 @@ class ToolUse:
         return frozenset(function.name for function in self.functions)
 
 
+def write_functions(functions: Raw) -> Raw:
+    """Return functions of OpenAI's older form as tools. Raises InvalidBody."""
+    size = len(memoryview(functions))
+    check(size <= MOST_TOOL_BYTES, "functions", f"have {size} bytes, allowed: at most {MOST_TOOL_BYTES}")
+    given = read_typed(_FUNCTIONS, b'{"functions":%b}' % bytes(functions)).functions
+    return Raw(_encode([{"type": "function", "function": each} for each in given]))
+
+
 def read_tools(
     tools: Raw | UnsetType, choice: Raw | UnsetType, *, parallel: bool, places: ToolPlaces = CHAT_PLACES
 ) -> ToolUse | None:
     """Return the use of tools, which have the form of a chat's; None for no tools, and for tools that are not
     to be called. Raises InvalidBody."""
-    wanted = _read_choice(choice)
+    wanted = _read_choice(choice, places.choice)
     if wanted == "none":
         return None
     if isinstance(tools, UnsetType) or is_neutral(tools):
-        check(wanted == "auto", "tool_choice", "wants `tools`")
+        check(wanted == "auto", places.choice, f"wants `{places.tools}`")
         return None
     size = len(memoryview(tools))
-    check(size <= MOST_TOOL_BYTES, "tools", f"have {size} bytes, allowed: at most {MOST_TOOL_BYTES}")
-    functions = [tool.function for tool in _read_list(b'{"tools":%b}' % bytes(tools), places)]
-    shown = [_complete(tool) for tool in read_typed(_PLAIN, bytes(tools))]
+    check(size <= MOST_TOOL_BYTES, places.tools, f"have {size} bytes, allowed: at most {MOST_TOOL_BYTES}")
+    chosen = wanted if isinstance(wanted, str) else ToolName(_name_of(wanted))
+    return _read_use(bytes(tools), chosen, parallel, places)
+
+
+class ToolName(NamedTuple):
+    """A function that is to be called."""
+
+    name: str
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _read_use(tools: bytes, wanted: ChoiceWord | ToolName, parallel: bool, places: ToolPlaces) -> ToolUse:
+    functions = [tool.function for tool in _read_list(b'{"tools":%b}' % tools, places)]
+    shown = read_typed(_PLAIN, tools)
+    for tool in shown:
+        _complete(tool["function"])
     if isinstance(wanted, str):
         return ToolUse(shown, functions, "auto" if wanted == "auto" else "required", parallel=parallel)
-    name = wanted.name or ("" if wanted.function is None else wanted.function.name)
+    name = wanted.name
     use = ToolUse(shown, functions, "required", name, parallel=False)
-    check(name in use.names, "tool_choice", f"names '{name:.64}', which is none of `tools`")
+    check(name in use.names, places.choice, f"names '{name:.64}', which is none of `{places.tools}`")
     return use
 
 
-def _complete(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with the keys that chat templates count on."""
-    given = {key: value for key, value in tool["function"].items() if value is not None}
-    return {
-        **tool,
-        "function": {**given, **{key: value for key, value in EXPECTED.items() if key not in given}},
-    }
+def _name_of(wanted: NamedChoice) -> str:
+    return wanted.name or ("" if wanted.function is None else wanted.function.name)
 
 
-def _read_choice(raw: Raw | UnsetType) -> ChoiceWord | NamedChoice:
+def _complete(function: dict[str, Any]) -> None:
+    """Give a function the keys that chat templates count on."""
+    for key in [key for key, value in function.items() if value is None]:
+        del function[key]
+    for key, value in EXPECTED.items():
+        function.setdefault(key, value)
+
+
+def _read_choice(raw: Raw | UnsetType, key: str) -> ChoiceWord | NamedChoice:
     if isinstance(raw, UnsetType) or is_neutral(raw):
         return "auto"
-    given = read_typed(_CHOICE, b'{"tool_choice":%b}' % bytes(raw)).tool_choice
+    try:
+        given = read_typed(_CHOICE, b'{"tool_choice":%b}' % bytes(raw)).tool_choice
+    except InvalidBody as fault:
+        told = (text.replace("tool_choice", key, 1) for text in (fault.message, fault.field))
+        raise InvalidBody(*told) from None
     if isinstance(given, str):
         words = {"none", "auto", "required"}
         return cast(ChoiceWord, given) if given in words else NamedChoice(name=given)  # a name: TGI's form
-    check(given.type == "function", "tool_choice.type", f"'{given.type:.64}' is not supported")
+    check(given.type == "function", f"{key}.type", f"'{given.type:.64}' is not supported")
     return given
 
 
 def _read_list(text: bytes, places: ToolPlaces) -> list[ToolDefinition]:
     tools = read_typed(_LIST, text).tools
-    check(len(tools) <= MOST_TOOLS, "tools", f"has {len(tools)} items, allowed: at most {MOST_TOOLS}")
+    most = f"has {len(tools)} items, allowed: at most {MOST_TOOLS}"
+    check(len(tools) <= MOST_TOOLS, places.tools, most)
     seen: set[str] = set()
     for i, tool in enumerate(tools):
-        place, name = f"tools[{i}]", tool.function.name
+        place, name = f"{places.tools}[{i}]", tool.function.name
         check(tool.type == "function", f"{place}.type", f"'{tool.type:.64}' is not supported")
         check(
             NAME.fullmatch(name) is not None,
@@ -246,11 +306,27 @@ def read_past_calls(given: Sequence[Mapping[str, Any]], place: str) -> list[dict
             check(False, at, f"is no call of a function: {str(fault)[:200]}")
             raise
         check(call.type == "function", f"{at}.type", f"'{call.type:.64}' is not supported")
-        arguments = _read_arguments(call.function.arguments, f"{at}.function.arguments")
-        written: dict[str, Any] = {"id": call.id} if call.id is not None else {}
-        function = {"name": call.function.name, "arguments": arguments}
-        found.append({**written, "type": "function", "function": function})
+        found.append(write_past_call(call.id, call.function, f"{at}.function"))
     return found
+
+
+def write_past_call(id: str | None, function: CalledFunction, place: str) -> dict[str, Any]:
+    """Return a call as chat templates take it: its arguments are an object. Raises InvalidBody."""
+    arguments = _read_arguments(function.arguments, f"{place}.arguments")
+    written: dict[str, Any] = {"id": id} if id is not None else {}
+    return {**written, "type": "function", "function": {"name": function.name, "arguments": arguments}}
+
+
+def name_older_results(messages: Sequence[dict[str, Any]]) -> None:
+    """Make messages of the role `function` results of tools: of the last call of their name."""
+    ids: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            ids[call["function"]["name"]] = call.get("id", "")
+        if message["role"] == "function":
+            message["role"] = "tool"
+            if ids.get(message.get("name", "")):
+                message["tool_call_id"] = ids[message["name"]]
 
 
 def _read_arguments(given: object, place: str) -> dict[str, Any]:
@@ -353,20 +429,38 @@ async def plan_calls(use: ToolUse, model: TextModel, content: Grammar | None) ->
         raise InvalidBody(f"`tools` {UNKNOWN_FORM.format(model.name)}", "tools")
     fits = content is None or content.kind == "json_schema"
     check(fits, "tools", "cannot be combined with a grammar other than a JSON schema")
-    text = GrammarText(use, form, model.tokenizer).write(content, model.info.grammars)
+    await asyncio.sleep(0)  # to read the tools took 2 ms, to write their grammar takes 1 ms
+    text = write_grammar(use, form, find_marks(form, model.tokenizer), content, model.info.grammars)
     grammar = None if text is None else Grammar("lark", text)
     return ToolPlan(use, form, grammar, [mark for mark in (form.begin, form.close) if mark])
 
 
-class GrammarText:
-    """Writes the grammar of an answer with calls, in Lark's syntax as llguidance reads it."""
+Marks = tuple[tuple[str, int], ...]
+"""The marks of a form that are tokens of a vocabulary, and these tokens."""
 
-    def __init__(self, use: ToolUse, form: CallFormat, tokenizer: Tokenizer) -> None:
-        self._use, self._form, self._tokenizer = use, form, tokenizer
+
+def find_marks(form: CallFormat, tokenizer: Tokenizer) -> Marks:
+    """Return the marks of a form that are tokens."""
+    found = [(mark, tokenizer.added_token(mark)) for mark in (form.begin, form.open, form.close) if mark]
+    return tuple((mark, token) for mark, token in found if token is not None)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def write_grammar(
+    use: ToolUse, form: CallFormat, marks: Marks, content: Grammar | None, can: bool
+) -> str | None:
+    """Return the grammar of an answer with calls, in Lark's syntax as llguidance reads it; None for any text.
+    Unless the model `can` follow grammars, those of strict tools are left out."""
+    return _GrammarText(use, form, marks).write(content, can)
+
+
+class _GrammarText:
+    """Writes one grammar."""
+
+    def __init__(self, use: ToolUse, form: CallFormat, marks: Marks) -> None:
+        self._use, self._form, self._tokens = use, form, dict(marks)
 
     def write(self, content: Grammar | None, can: bool) -> str | None:
-        """Return the grammar; None for any text. Unless the model `can` follow grammars, those of strict
-        tools are left out."""
         use, form = self._use, self._form
         if use.choice == "required":
             return self._rules("start: calls", self._mark(form.begin))
@@ -374,13 +468,26 @@ class GrammarText:
             schema = write_schema(_read_keywords(content.text))
             start = f"start: calls | content\ncontent: %json {schema}"
             return self._rules(start, self._mark(form.begin))
-        if not can or form.bare or not any(function.strict for function in use.functions):
+        if not can or not any(function.strict for function in use.functions):
             return None
-        token = self._tokenizer.added_token(form.begin)
+        token = self._tokens.get(form.begin)
+        if form.bare:
+            return self._rules(self._bare_start(token), "", strictly=False)
         if token is None:
             ends = f"text[suffix={json.dumps(form.begin)}]: ANY\nANY: /(?s:.*)/"
             return self._rules(f"start: ANY | calls\n{ends}", "text", strictly=False)
         return self._rules(f"start: free* calls?\nfree: <[^{token}]>", f"<[{token}]>", strictly=False)
+
+    def _bare_start(self, token: int | None) -> str:
+        """Return the beginning of a grammar of texts that do not begin as a call does, or calls. A terminal
+        is of whole characters only where an expression in it says so."""
+        begun = BARE_CALL.format("|".join(re.escape(name) for name in sorted(self._use.names)))
+        text = f"/(?s:.*)/ & ~/(?s:{begun}.*)/"
+        if token is not None:
+            return f"start: TEXT | TEXT? <[{token}]> calls | calls\nTEXT: {text}"
+        mark = f"(?s:.*){re.escape(self._form.begin)}"
+        marked = f"{text} & /{mark}/ & ~/{mark}(?s:.+)/"
+        return f"start: TEXT | MARKED calls | calls\nTEXT: {text} & ~/{mark}(?s:.*)/\nMARKED: {marked}"
 
     def _rules(self, start: str, first: str, *, strictly: bool = True) -> str:
         """Return all rules. `first` matches up to the first mark of a call; `strictly`, the arguments of
@@ -389,7 +496,8 @@ class GrammarText:
         begin, end = self._mark(form.begin), self._mark(form.close)
         more = f"{{0,{MOST_CALLS - 1}}}"
         if form.bare:
-            calls = "function"
+            others = f'("{form.more}" function){more}' if use.parallel and not strictly else ""
+            calls = f"function {others}"
         elif form.open:
             others = f'(", " function){more}' if use.parallel else ""
             calls = f'{first} " "? {self._mark(form.open)} function {others} {end}'
@@ -402,13 +510,17 @@ class GrammarText:
         written.append("function: " + " | ".join(f"f{i}" for i in range(len(functions))))
         for i, function in enumerate(functions):
             before = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
+            begun = json.dumps(before)
+            if form.bare and not strictly:  # white space apart would be text to the lexer
+                begun = f"B{i}"
+                written.append(f"{begun}: /\\s*{re.escape(before)}/")
             keywords = keywords_of(function) if strictly or function.strict else {"type": OBJECT}
-            written.append(f'f{i}: {json.dumps(before)} a{i} "}}"')
+            written.append(f'f{i}: {begun} a{i} "}}"')
             written.append(f"a{i}: %json {write_schema(keywords)}")
         return "\n".join(written)
 
     def _mark(self, text: str) -> str:
-        token = self._tokenizer.added_token(text)
+        token = self._tokens.get(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from fastserve.demo import demo_repository
-from fastserve.dialects.openai.call_parsers import HERMES, LLAMA3
-from fastserve.dialects.openai.tools import GrammarText, ToolFunction, ToolUse
+from fastserve.dialects.openai.call_parsers import HERMES, LLAMA3, CallFormat, CallParser
+from fastserve.dialects.openai.tools import ToolFunction, ToolUse, find_marks, write_grammar
 from fastserve.serving.text.tokenizer import FolderTokenizer
 from tests.dialects.openai.test_structured import Served
 from tests.late import Late
@@ -308,33 +308,38 @@ def test_content_of_a_schema_or_calls(server: Served, model: str, temperature: f
     assert seen <= {"stop", "tool_calls"}
 
 
-GOOD, BAD = '{"name": "count", "arguments": {"n": 7}}', '{"name": "count", "arguments": {"n": "7"}}'
-
-
-@pytest.mark.parametrize("has_token", [True, False])
-def test_a_strict_tool_keeps_calls_to_its_schema(tmp_path: Path, has_token: bool) -> None:
-    """Of any text with calls in it, those of a strict tool are held to its schema, others are not."""
+def judge(folder: Path, form: CallFormat, added: list[str]) -> Callable[[ToolUse, str], bool]:
+    """Return whether a text belongs to the grammar of some tools with `auto`, over the demo's vocabulary and
+    tokens added to it."""
     from llguidance import LLMatcher, LLTokenizer
 
     known = json.loads((demo_repository() / "scribe/1/tokenizer.json").read_text())
-    if has_token:
-        added = known["added_tokens"][0]
-        known["added_tokens"] += [
-            {**added, "id": 3072 + i, "content": text, "special": False}
-            for i, text in enumerate(["<tool_call>", "</tool_call>", "<think>"])
-        ]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(known))
-    tokenizer = FolderTokenizer(tmp_path / "tokenizer.json", "m1")
-    reader = LLTokenizer(json.dumps(known), n_vocab=3072 + 3 * has_token, eos_token=[0])
+    one = known["added_tokens"][0]
+    known["added_tokens"] += [
+        {**one, "id": 3072 + i, "content": text, "special": False} for i, text in enumerate(added)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(known))
+    tokenizer = FolderTokenizer(folder / "tokenizer.json", "m1")
+    reader = LLTokenizer(json.dumps(known), n_vocab=3072 + len(added), eos_token=[0])
 
     def takes(use: ToolUse, text: str) -> bool:
-        grammar = GrammarText(use, HERMES, tokenizer).write(None, True)
+        grammar = write_grammar(use, form, find_marks(form, tokenizer), None, True)
         assert grammar is not None
         matcher = LLMatcher(reader, grammar, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         good = all(matcher.try_consume_tokens([token]) for token in tokenizer.encode(text, special=False))
         return good and bool(matcher.is_accepting())
 
+    return takes
+
+
+GOOD, BAD = '{"name": "count", "arguments": {"n": 7}}', '{"name": "count", "arguments": {"n": "7"}}'
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_strict_tool_keeps_calls_to_its_schema(tmp_path: Path, has_token: bool) -> None:
+    """Of any text with calls in it, those of a strict tool are held to its schema, others are not."""
+    takes = judge(tmp_path, HERMES, ["<tool_call>", "</tool_call>", "<think>"] if has_token else [])
     parameters = msgspec.Raw(b'{\n "properties": {\n"n": {"type": "integer"} }, "required": ["n"]}')
     for strict in (True, False):
         others = [ToolFunction("other", strict=True)]
@@ -349,11 +354,62 @@ def test_a_strict_tool_keeps_calls_to_its_schema(tmp_path: Path, has_token: bool
             assert not takes(use, begin + call % GOOD.replace("count", "nobody"))
 
 
+LLAMA_GOOD, LLAMA_BAD = (text.replace("arguments", "parameters") for text in (GOOD, BAD))
+TEXTS = [
+    *("", "So.", "{", "{ }", "a {", '{"n": 7}', '{"name": "Bob", "parameters": 7}', '{"type": "x", "y": 3}'),
+    *('{"id": 7, "name": "nobody"}', '{"name": "nobody", "parameters": {}}', "{\n", '{"name":', "[7]"),
+    *("<|python", "<|eom|> x", '{"name": "counts"}', '"name": "count"', 'x {"name": "count", "a": 7}'),
+]
+OTHER_CALLS = [
+    '{"type": "function", "name": "count", "parameters": {"n": "7"}}',
+    '{"id": "a\\"", "type": null, "name": "count"}',
+    '{"parameters": {"n": "7"}, "name": "count"}',
+    '{"name": "co\\u0075nt", "parameters": {}}',
+    '{"n\\u0061me": "count", "parameters": {}}',
+    '{"id": {}, "name": "count"}',
+    '{"name":"count","parameters":{"n":"7"}}',
+]
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_strict_tool_of_bare_calls(tmp_path: Path, has_token: bool) -> None:
+    """A text that begins as a call of Llama 3's form is one of the grammar; every other text is free."""
+    mark = "<|python_tag|>"
+    takes = judge(tmp_path, LLAMA3, [mark] if has_token else [])
+    parameters = msgspec.Raw(b'{"properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+    uses = {
+        strict: ToolUse([], [ToolFunction("count", parameters, strict), ToolFunction("a.b", strict=True)])
+        for strict in (True, False)
+    }
+    for text in TEXTS:
+        assert takes(uses[True], text), text
+        parser = CallParser(LLAMA3, uses[True].names)
+        parser.feed(text)
+        assert not parser.calls
+    for text in OTHER_CALLS:
+        assert not takes(uses[True], text), text
+        parser = CallParser(LLAMA3, uses[True].names)
+        parser.feed(text)
+        assert parser.calls
+    for strict, use in uses.items():
+        for before in ("", "\n ", mark, f"So. {mark}\n"):
+            assert takes(use, before + LLAMA_GOOD)
+            assert takes(use, f"{before}{LLAMA_GOOD};{LLAMA_GOOD}")
+            assert takes(use, f"{before}{LLAMA_GOOD}; {LLAMA_BAD}") is not strict
+            assert takes(use, before + LLAMA_BAD) is not strict
+            assert takes(use, before + '{"name": "a.b", "parameters": {}}')
+            assert not takes(use, before + '{"name": "a.b", "parameters": {"n": 7}}')
+        assert not takes(use, mark + LLAMA_GOOD.replace("count", "nobody"))
+    one = ToolUse([], [ToolFunction("count", parameters, True)], parallel=False)
+    assert takes(one, LLAMA_GOOD)
+    assert not takes(one, f"{LLAMA_GOOD};{LLAMA_GOOD}")
+
+
 def test_without_a_strict_tool_auto_is_free() -> None:
     tokenizer = FolderTokenizer(demo_repository() / "scribe/1/tokenizer.json", "m1")
     free, strict = ToolUse([], [ToolFunction("f")]), ToolUse([], [ToolFunction("f", strict=True)])
-    for use, form, can in ((free, HERMES, True), (strict, HERMES, False), (strict, LLAMA3, True)):
-        assert GrammarText(use, form, tokenizer).write(None, can) is None
+    for use, form, can in ((free, HERMES, True), (strict, HERMES, False), (strict, LLAMA3, False)):
+        assert write_grammar(use, form, find_marks(form, tokenizer), None, can) is None
 
 
 def test_tools_whose_calls_stay_text(server: Served) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastserve.backends.llm.protocols import TextRequest
 from fastserve.codec.generation import Info
-from fastserve.dialects.openai.tools import MOST_TOOL_BYTES, MOST_TOOLS
+from fastserve.dialects.openai.tools import MOST_KEPT, MOST_TOOL_BYTES, MOST_TOOLS, read_tools
 from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.likely import Likely
 from tests.dialects.text_common.serving import Local, Reply
@@ -222,6 +223,48 @@ def test_a_call_that_never_ends(server: Local) -> None:
     assert chunks[-1]["finish_reason"] == "length"
 
 
+# --- functions, which OpenAI had before tools
+
+FUNCTIONS = [WEATHER["function"], OTHER["function"]]
+
+
+def test_functions(client: openai.OpenAI, server: Local) -> None:
+    asked: Any = {"model": "m1", "messages": USER, "functions": FUNCTIONS}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "function_call")
+    assert choice.message.function_call.model_dump() == {"name": "get_weather", "arguments": PARIS}
+    assert choice.message.tool_calls is None
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    parts = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert [(part.name, part.arguments) for part in parts] == [
+        *(("get_weather", ""), (None, '{"city": "Par'), (None, 'is"}')),
+    ]
+    assert chunks[-1].finish_reason == "function_call"
+    assert not [chunk for chunk in chunks if chunk.delta.tool_calls]
+    none = client.chat.completions.create(**asked, function_call="none").choices[0]
+    assert (none.finish_reason, none.message.function_call) == ("stop", None)
+
+
+def test_functions_are_shown_as_tools(server: Local) -> None:
+    def both(tools: dict[str, Any], functions: dict[str, Any]) -> None:
+        shown = prompt_of(server, **tools)
+        assert shown == prompt_of(server, tools=None, functions=FUNCTIONS, **functions)
+        assert shown.startswith("tools")
+
+    both({}, {"function_call": "auto"})
+    called = {"name": "get_weather", "arguments": PARIS}
+    past = [*USER, {"role": "assistant", "content": None, "function_call": called}]
+    call = {"id": "call00001", "type": "function", "function": called}
+    newer = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    newer.append({"role": "tool", "tool_call_id": "call00001", "content": "rain"})
+    both(
+        {"messages": newer},
+        {"messages": [*past, {"role": "function", "name": "get_weather", "content": "rain"}]},
+    )
+    bad = [*USER, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{"}}]
+    refused(ask(server, messages=bad), "messages[1].function_call.arguments", "must be a JSON object")
+
+
 # --- by /v1/responses
 
 FLAT = [{"type": "function", "strict": False, **each["function"]} for each in (WEATHER, OTHER)]
@@ -410,6 +453,18 @@ def test_past_calls_that_are_none(server: Local, call: Any, param: str, words: s
     refused(ask(server, messages=messages), f"messages[1].tool_calls{param}", words)
 
 
+def test_tools_are_read_once_for_all_requests_with_the_same() -> None:
+    def read(name: str, choice: str = '"auto"') -> Any:
+        tools = json.dumps([tool(name)]).encode()
+        return read_tools(msgspec.Raw(tools), msgspec.Raw(choice.encode()), parallel=True)
+
+    kept = read("f")
+    assert read("f") is kept is not read("f", '"required"') is not read("f", '"f"')
+    for number in range(MOST_KEPT):
+        read(f"f{number}")
+    assert read("f") is not kept
+
+
 # --- what is refused
 
 
@@ -443,8 +498,21 @@ def tool(name: Any = "f", **more: Any) -> dict[str, Any]:
         ({"tool_choice": 7}, "tool_choice", "expected str | object"),
         ({"parallel_tool_calls": "x"}, "parallel_tool_calls", "expected bool"),
         ({"guided_regex": "a"}, "tools", "cannot be combined with a grammar other than a JSON schema"),
-        ({"functions": [tool()["function"]]}, "functions", "is not supported"),
-        ({"function_call": {"name": "f"}}, "function_call", "is not supported"),
+        ({"functions": [tool()["function"]]}, "functions", "cannot be combined with `tools`"),
+        ({"function_call": {"name": "f"}}, "function_call", "wants `functions`"),
+        ({"tools": None, "functions": [{}]}, "functions[0].name", "is required"),
+        ({"tools": None, "functions": [{"name": "a b"}]}, "functions[0].name", "must be 1 to 64 letters"),
+        (
+            {"tools": None, "functions": [{"name": "f", "parameters": {"type": "array"}}]},
+            "functions[0].parameters.type",
+            "must be object",
+        ),
+        (
+            {"tools": None, "functions": [{"name": "f"}], "function_call": {"name": "g"}},
+            "function_call",
+            "names 'g', which is none of `functions`",
+        ),
+        ({"tools": None, "functions": [{"name": "f"}], "function_call": 7}, "function_call", "expected str"),
     ],
 )
 def test_what_is_refused(server: Local, fields: Any, param: str, words: str) -> None:
