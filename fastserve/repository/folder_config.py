@@ -11,6 +11,7 @@ texts may reach clients: paths begin at the model's folder.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,17 @@ def model_file(config: ModelConfig, folder: Path | None = None) -> str:
 
 
 def inside(path: Path, root: Path) -> bool:
-    """Return True when `path`, links followed, does not leave `root`."""
+    """Return True when `path`, links followed, does not leave `root`. Without a link on the way down from
+    `root` nothing else has to be followed: that was most of the time of a look at a repository."""
+    place, below = os.fspath(root), os.fspath(path)
+    parts = below[len(place) :].split("/") if below.startswith(place) else [".."]
+    if parts[0] == "" and ".." not in parts:
+        for part in parts[1:]:
+            place = f"{place}/{part}"
+            if os.path.islink(place):
+                break
+        else:
+            return True
     return path.resolve().is_relative_to(root.resolve())
 
 

@@ -24,7 +24,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -227,9 +228,9 @@ class Layout:
                 )
             seen.add(entry.name)
 
-    def scan(self) -> dict[str, ModelFolder]:
-        """Return every model, by name. Raises OSError when the root cannot be listed (then change
-        nothing)."""
+    def scan(self, pause: Callable[[float], None] = lambda seconds: None) -> dict[str, ModelFolder]:
+        """Return every model, by name. `pause` is called after each with the seconds that it took. Raises
+        OSError when the root cannot be listed (then change nothing)."""
         found = {entry.name: self._scan_entry(entry) for entry in self.entries}
         if self.deployment is not None:
             found |= _scan_deployment(self.deployment, self._configs)
@@ -238,7 +239,9 @@ class Layout:
         for child in sorted(os.scandir(self.root), key=lambda c: c.name):
             if child.name.startswith(".") or child.name == "__pycache__" or not child.is_dir():
                 continue
+            began_s = time.monotonic()
             model = self._scan_model(child.name, self.root / child.name, self.root)
+            pause(time.monotonic() - began_s)
             if model is not None and child.name in found:
                 found[child.name].notes.append("also in the repository folder, which `models` overrides")
             elif model is not None:

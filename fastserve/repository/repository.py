@@ -32,8 +32,9 @@ def ensemble_needs(config: ModelConfig | None) -> dict[str, set[int | None]]:
     """Return the models an ensemble's steps name -> versions they ask for, None for the latest; empty for
     other models."""
     found: dict[str, set[int | None]] = {}
-    ensemble = config.options.ensemble if config is not None else None
-    for step in ensemble.steps if ensemble is not None else ():
+    if config is None or config.options.ensemble is None:
+        return found
+    for step in config.options.ensemble.steps:
         found.setdefault(step.model, set()).add(step.version)
     return found
 
@@ -77,7 +78,7 @@ def available_ensembles(catalog: Catalog, name: str) -> list[str]:
     return [
         ensemble
         for ensemble, model in catalog.models.items()
-        if catalog.available(ensemble) is not None and name in ensemble_needs(model.config)
+        if model.latest is not None and name in ensemble_needs(model.config)
     ]
 
 
@@ -100,6 +101,9 @@ NO_TRAFFIC = "the latest version"
 EVERY_MODEL = "*"
 
 MODEL_NAME_CHARS = 128
+
+LEND_S = 0.0005
+"""Shortest pause of a look at the folders after each model."""
 
 
 class Repository:
@@ -486,7 +490,7 @@ class Repository:
         while True:
             await asyncio.sleep(self.settings.poll_s)
             try:
-                found = await asyncio.to_thread(self._layout.scan)
+                found = await asyncio.to_thread(self._layout.scan, _lend)
             except OSError as fault:  # a root that went away for a moment must not unload everything
                 self._problems.settle("", [f"cannot be read: {fault.strerror}"])
                 continue
@@ -496,7 +500,8 @@ class Repository:
     def _start_changes(self, found: dict[str, ModelFolder]) -> None:
         """Start a task per model that is not being worked on: a slow load delays no other model."""
         for folder in found.values():
-            if self._is_wanted(folder.name) and not self._lock(folder.name).locked():
+            rests = self.residency is not None and self.residency.rests(folder)
+            if not rests and self._is_wanted(folder.name) and not self._lock(folder.name).locked():
                 self._start(self._apply_watched(folder))
         for name in self._gone(found):
             if not self._lock(name).locked():
@@ -516,8 +521,10 @@ class Repository:
         if self.residency is None:
             await self._apply_one(folder)
         elif self.residency.is_resident(folder.name):
+            before = self.catalog.models[folder.name].available()
             await self._apply_one(folder)
-            await self.residency.settle(folder)
+            if self.catalog.models[folder.name].available() != before:
+                await self.residency.settle(folder)
         else:
             self._lay_down(self.residency, folder)
 
@@ -528,6 +535,12 @@ class Repository:
                 Kind.UNAVAILABLE,
                 f"Models are loaded and unloaded on demand with model_control explicit; it is {control}.",
             )
+
+
+def _lend(seconds: float) -> None:
+    """Give the interpreter to other threads after so many seconds with it, for as long: the loop would wait
+    5 ms at each of its turns for a thread that does not."""
+    time.sleep(max(seconds, LEND_S))
 
 
 def _may_write(folder: ModelFolder) -> bool:

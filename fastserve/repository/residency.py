@@ -139,6 +139,7 @@ class Residency:
         self._held: dict[str, int] = {}  # models that loads under way need
         self._failures: dict[str, _Failure] = {}
         self._measured: dict[str, tuple[object, int]] = {}  # stamp and bytes when it was last in memory
+        self._laid: dict[str, ModelFolder] = {}  # as models were listed last that were not in memory
         self._spare: dict[str, int] = {}  # bytes of a worker beside its files, by backend
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -354,7 +355,9 @@ class Residency:
             assert model is not None
             model.on_demand = True
             nbytes = sum(await asyncio.to_thread(self._hooks.memory_bytes, available))
-            self._residents[name] = _Resident(nbytes, self._clock(), loading=False)
+            before = self._residents.get(name)
+            since_s = self._clock() if before is None or before.loading else before.since_s
+            self._residents[name] = _Resident(nbytes, since_s, loading=False)
             self._measured[name] = (_stamp(folder), nbytes)
             self._learn(folder, nbytes)
         self._changed.set()
@@ -480,6 +483,7 @@ class Residency:
         """List a model that is not in memory, with the versions that its next request loads."""
         name, model = folder.name, self._catalog.model(folder.name)
         assert folder.config is not None
+        self._laid[name] = folder
         failure = self._failures.get(name)
         if failure is not None and failure.stamp != _stamp(folder):
             del self._failures[name]
@@ -501,8 +505,21 @@ class Residency:
         version.dormant = True
         self._catalog.put(version)
 
+    def rests(self, folder: ModelFolder) -> bool:
+        """Return whether a model is listed as its folder says, and not in memory: there is nothing to do."""
+        name = folder.name
+        return (
+            name not in self._residents
+            and name not in self._failures
+            and self._laid.get(name) == folder
+            and (model := self._catalog.models.get(name)) is not None
+            and model.waits_for_demand
+            and model.config is folder.config
+        )
+
     def forget(self, name: str) -> None:
         """Stop loading a model on demand: it is gone, or was unloaded by a client."""
+        self._laid.pop(name, None)
         model = self._catalog.models.get(name)
         self._residents.pop(name, None)
         self._failures.pop(name, None)

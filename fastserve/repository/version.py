@@ -177,7 +177,7 @@ class Model:
     def available(self) -> list[Version]:
         """Return the available versions, lowest first."""
         found = [v for v in self.versions.values() if v.state is VersionState.AVAILABLE]
-        return sorted(found, key=lambda version: version.number)
+        return found if len(found) < 2 else sorted(found, key=lambda version: version.number)
 
     def arm(self, key: str) -> Version | None:
         """Return the available version of a key of `rules.traffic`; None where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -330,3 +331,50 @@ def test_clients_load_and_unload_within_the_budget(tmp_path: Path) -> None:
         stage.catalog.explain_absence("a", "b", "d")  # nobody may want what clients have unloaded
 
     play(stage(tmp_path, model_control="explicit"), scene)
+
+
+def test_a_look_at_unchanged_folders_makes_no_model_young_and_loads_nothing(tmp_path: Path) -> None:
+    models(tmp_path, "a", "b", "c")
+
+    async def scene(stage: Stage) -> None:
+        for name in ("a", "b"):
+            await want(stage, name)
+        events = list(stage.hooks.events)
+        applied: list[str] = []
+        apply = stage.repository._reconciler.apply
+
+        async def note(folder: Any, **options: Any) -> list[str]:
+            applied.append(folder.name)
+            return await apply(folder, **options)
+
+        stage.repository._reconciler.apply = note  # type: ignore[method-assign]
+        laid: list[str] = []
+        residency(stage).lay_down = lambda folder: laid.append(folder.name)  # type: ignore[method-assign]
+        ages = {name: one.since_s for name, one in residency(stage)._residents.items()}
+        await look(stage)
+        assert (applied, laid) == (["a", "b"], [])
+        assert stage.hooks.events == events
+        assert {name: one.since_s for name, one in residency(stage)._residents.items()} == ages
+
+    play(stage(tmp_path), scene)
+
+
+def test_a_look_sees_a_model_that_is_not_in_memory_change(tmp_path: Path) -> None:
+    models(tmp_path, "a", "b", "c")
+
+    async def scene(stage: Stage) -> None:
+        write_version(tmp_path, "c", 2)
+        await look(stage)
+        assert [v.number for v in stage.catalog.models["c"].versions.values() if v.dormant] == [1, 2]
+        shutil.rmtree(tmp_path / "c")
+        await look(stage)
+        assert not stage.catalog.models["c"].on_demand
+
+    play(stage(tmp_path), scene)
+
+
+async def look(stage: Stage) -> None:
+    """Look at the folders as the watch does, and apply the changes."""
+    repository = stage.repository
+    repository._start_changes(repository._layout.scan())
+    await asyncio.gather(*repository._tasks)
