@@ -265,7 +265,7 @@ OnPart = Callable[["LoadedPart | LoadedEnsemble"], Awaitable[None]]
 class VersionLoader:
     """The repository's hooks (`load`, `unload`) over worker groups. `mirrors` are notified of every version
     opened, and awaited before one is closed. Unless it may `place` workers, all of them are on this
-    machine."""
+    machine. `on_demand`: models come and go beside others that serve."""
 
     def __init__(
         self,
@@ -280,6 +280,7 @@ class VersionLoader:
         in_process: bool = False,
         place: bool = True,
         request_log_folder: str = "",
+        on_demand: bool = False,
     ) -> None:
         self._in_process = in_process
         self.request_logs = RequestLogs(request_log_folder, registry, 0, fronts)
@@ -288,7 +289,7 @@ class VersionLoader:
         self._limiter = limiter
         self._budget = DeviceBudget(MACHINE.devices, device_share)
         self._shared = SharedWorkers(registry.gauges(names.SHARED_WORKERS))
-        self._forks = ForkServers(on_wait=on_health)
+        self._forks = ForkServers(on_wait=on_health, on_demand=on_demand)
         self._starting: dict[Version, WorkerGroup] = {}  # the last of each
         self.pinning = PinningPlan("none", (), fronts)
         self.cache_memory = CacheMemory(cache_bytes) if cache_bytes and fronts > 1 else None

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -112,6 +113,7 @@ def make_loader(
         device_share=settings.device_memory_share,
         in_process=settings.in_process,
         place=place,
+        on_demand=settings.budget_bytes > 0,
         limiter=RateLimiter(read_pools(settings.rate_limit_resources)) if limited else None,
     )
     host.read_recorded = recorded_reader(settings)
@@ -238,7 +240,8 @@ class Server:
         self.front.passed_on = passed_on or InheritedSockets()
         self.manager = ServiceManager({})
         self._gauges = FrontGauges(self.registry)
-        self._starting, self._draining, self._stop_asked = True, False, False
+        self._starting, self._draining, self._stop_asked, self._may_judge_s = True, False, False, 0.0
+        self._judging: asyncio.TimerHandle | None = None
         self.progress = StartProgress()
         self.repository.on_listed, self.repository.on_settled = self._models_listed, self._model_settled
         self._beat: asyncio.TimerHandle | None = None
@@ -274,7 +277,7 @@ class Server:
         self.progress.end()
         self._starting = False
         self.front.opening.finish()
-        self._health_changed()
+        self._judge()
         await self.fronts.settle()  # every front answers by the time that the start is reported
         http, grpc = (" ".join(one.address for one in found) for found in self.front.addresses())
         warn_of_exposures(self.settings)
@@ -287,7 +290,7 @@ class Server:
         No connection is accepted any more, and requests in flight have `grace_s` seconds to finish.
         """
         self._draining = True
-        self._health_changed()
+        self._judge()
         await asyncio.sleep(delay_s)
         await self._models_file.close()
         await self._storage.close()
@@ -334,6 +337,21 @@ class Server:
         self._health_changed()
 
     def _health_changed(self) -> None:
+        """Judge the server again, at once. While models come and go with the requests, in at most a twentieth
+        of the loop's time: a judgement looks at all of them."""
+        if self._judging is not None:
+            return
+        wait_s = self._may_judge_s - time.monotonic()
+        if wait_s <= 0 or self._starting or self._draining or not self.settings.budget_bytes:
+            self._judge()
+        else:
+            self._judging = asyncio.get_running_loop().call_later(wait_s, self._judge)
+
+    def _judge(self) -> None:
+        if self._judging is not None:
+            self._judging.cancel()
+            self._judging = None
+        began_s = time.monotonic()
         settings = self.settings
         found = judge(
             self.catalog,
@@ -352,6 +370,8 @@ class Server:
         self.fronts.tell_catalog()  # which versions have no worker that answers
         self.fronts.tell_readiness(found)
         self.registry.gauges(names.READY).of().set(found.ready)
+        now_s = time.monotonic()
+        self._may_judge_s = now_s + JUDGE_PAUSES * (now_s - began_s)
 
     def _beat_on(self) -> None:
         # First: a beat that fails is not the last.
@@ -484,6 +504,10 @@ def _give_up(settings: Settings, error: Exception) -> None:
 
 
 _COMING = (VersionState.START, VersionState.LOADING)
+
+
+JUDGE_PAUSES = 19.0
+"""Time between two judgements of a server that loads models on demand, in times of the first."""
 
 
 def judge(catalog: Catalog, host: VersionLoader, *, strict: bool, may_be_empty: bool) -> Readiness:

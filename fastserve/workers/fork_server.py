@@ -1,7 +1,7 @@
 """The entry of a fork server: `python -m fastserve.workers.fork_server FD`. It imports torch and transformers
-once, and forks a worker for each that its owner asks for.
+once, or only what every worker needs, and forks a worker for each that its owner asks for.
 
-    read "begin" {logs} -> import -> say "ready" {seconds}, or "unfit" {reason} and end
+    read "begin" {logs, imports} -> import -> say "ready" {seconds}, or "unfit" {reason} and end
     read "fork" {id, environment} + a control line
         -> fork twice -> say "forked" {id, pid} or "unforked" {id, reason}
 
@@ -36,19 +36,28 @@ from fastserve.workers.control import (
     exit_now,
     name_process,
 )
+from fastserve.workers.pinning import PRIORITY
 
 log = logging.getLogger("fastserve.workers.fork_server")  # which is run as __main__
 
 TITLE = "fork server"
-IMPORTED = (
-    "fastserve.backends.llm.backend",
-    "fastserve.backends.llm.loading",
-    "fastserve.workers.loop",
-    "fastserve.workers.text_loop",
-    "transformers.generation.utils",  # for every class of models that write
-    "transformers.modeling_layers",
-)
-"""Modules that a worker of any model that needs torch and transformers imports."""
+IMPORTED: dict[str, tuple[str, ...]] = {
+    "torch and transformers": (
+        "fastserve.backends.llm.backend",
+        "fastserve.backends.llm.loading",
+        "fastserve.workers.loop",
+        "fastserve.workers.text_loop",
+        "transformers.generation.utils",  # for every class of models that write
+        "transformers.modeling_layers",
+    ),
+    "numpy": (
+        "fastserve.backends.frameworks.python",
+        "fastserve.workers.loop",
+        "fastserve.workers.runners",
+        "fastserve.workers.warmup",
+    ),
+}
+"""Modules that workers import, by the libraries that their models need at least."""
 THREADS = "it has {} threads after the imports, and a process that forks has one"
 
 
@@ -90,17 +99,21 @@ def _prepare(control: ControlChannel) -> bool:
     worker.open_logs(order["logs"], TITLE)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub's client is imported
     os.environ[VISIBLE] = ""  # a device's context is not to be inherited: none is found here
-    log.info("imports torch and transformers, once for all models, which takes seconds of a processor")
+    imports = str(order["imports"])
+    log.info("imports %s, once for all models", imports)
     began_s = time.monotonic()
+    if order["aside"]:
+        PRIORITY.step_back()
     try:
         with gc_paused():
-            for name in IMPORTED:
+            for name in IMPORTED[imports]:
                 importlib.import_module(name)
         _stay_single()
     except Exception as error:  # a broken installation raises anything: the worker that is spawned says what
         control.send({"op": "unfit", "reason": f"{type(error).__name__}: {error}"[:400]})
         return False
     gc_freeze()
+    PRIORITY.step_forward()
     seconds = time.monotonic() - began_s
     log.info("imported them in %.1f s", seconds)
     control.send({"op": "ready", "seconds": seconds})

@@ -2,9 +2,14 @@
 transformers, and a ForkedWorker for each worker that would have imported them for itself.
 
     forks = ForkServers()
-    release = forks.hold(environment)                          while a model that forks is there
-    worker = forks.worker(environment, on_message, on_exit)    the face of a WorkerProcess
+    imports = forks.imports(config, environment)               "": such workers are spawned
+    release = forks.hold(imports, environment)                 while a model that forks is there
+    worker = forks.worker(imports, environment, on_message, on_exit)    the face of a WorkerProcess
     worker.spawn()                                             the first one starts the fork server
+
+A server that loads models on demand forks workers of all other models too, from a process that has imported
+numpy: most of the CPU time of a small model's load is an interpreter's start. There fork servers stay when
+their models are unloaded.
 
 A forked worker is a child of the owner, as a spawned one: the fork server forks twice, and the owner adopts
 the orphan (PR_SET_CHILD_SUBREAPER, only while it waits for one). So it is watched and reaped like any other,
@@ -44,20 +49,31 @@ from fastserve.workers.process import (
 log = logging.getLogger(__name__)
 
 ENTRY_FORKS: tuple[str, ...] = (*ENTRY[:-1], "fastserve.workers.fork_server")
-IMPORTING = "importing torch and transformers"
+IMPORTING = "importing {}"
 # For a fork server without workers to end.
 STOP_GRACE_S = 2.0
 # Seconds that a fork server may take to import, and then to answer: a fork takes milliseconds of CPU time.
 START_S, ANSWER_S = 600.0, 60.0
 
-Environment = frozenset[tuple[str, str]]
+TORCH, NUMPY = "torch and transformers", "numpy"
+Environment = tuple[str, frozenset[tuple[str, str]]]
+
+
+def needed_imports(config: Mapping[str, Any], environment: Mapping[str, str], *, on_demand: bool) -> str:
+    """Return the libraries of the fork server of workers with this config, model.yaml as plain values; "" for
+    workers that are to be spawned."""
+    if may_fork(config, environment):
+        return TORCH
+    # An `env` may be for the interpreter, and each would need a fork server; numpy reads its threads once.
+    own = bool(config.get("env")) or int(config.get("threads", 1)) != 1 or bool(config.get("placement"))
+    return NUMPY if on_demand and not own else ""
 
 
 def may_fork(config: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-    """Whether a worker with this config, model.yaml as plain values, may be forked: one of a model that needs
-    torch and transformers and computes on a CPU, whose numerical libraries have as many threads as `threads`
-    says. A model whose `env` says other numbers, or that leaves them to the libraries (`threads: 0`), needs
-    them read at the import."""
+    """Whether a worker with this config, model.yaml as plain values, may be forked by a fork server with
+    torch and transformers: one of a model that needs them and computes on a CPU, whose numerical libraries
+    have as many threads as `threads` says. A model whose `env` says other numbers, or that leaves them to the
+    libraries (`threads: 0`), needs them read at the import."""
     entry = BACKENDS.get(str(config.get("backend")))
     if entry is None or not entry.forks or str(config.get("device") or "cpu") != "cpu":
         return False
@@ -68,49 +84,64 @@ def may_fork(config: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
     return threads > 0 and all(environment.get(name) == str(threads) for name in THREAD_VARIABLES)
 
 
-def _shared_part(environment: Mapping[str, str]) -> Environment:
+def _shared_part(imports: str, environment: Mapping[str, str]) -> Environment:
     """The environment of the fork server of workers with this one: one thread for each library."""
     shared = {name: value for name, value in environment.items() if name != AFFINITY}
-    return frozenset({**shared, **dict.fromkeys(THREAD_VARIABLES, "1")}.items())
+    return imports, frozenset({**shared, **dict.fromkeys(THREAD_VARIABLES, "1")}.items())
 
 
 class ForkServers:
     """The fork servers of one owner, on its loop. `on_wait` is called when workers begin to wait for imports,
-    and when they wait no more."""
+    and when they wait no more. `on_demand`: models come and go, so small ones fork too, and of each kind the
+    fork server that was released last stays until `close`."""
 
     def __init__(
-        self, entry: Sequence[str] = ENTRY_FORKS, *, on_wait: Callable[[], None] = lambda: None
+        self,
+        entry: Sequence[str] = ENTRY_FORKS,
+        *,
+        on_wait: Callable[[], None] = lambda: None,
+        on_demand: bool = False,
     ) -> None:
-        self._entry, self._on_wait = entry, on_wait
+        self._entry, self._on_wait, self.on_demand = entry, on_wait, on_demand
         self._servers: dict[Environment, ForkServer] = {}
         self._holds: Counter[Environment] = Counter()
         self._unfit: set[Environment] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
-    def hold(self, environment: Mapping[str, str]) -> Callable[..., None]:
+    def imports(self, config: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+        """Return the libraries of the fork server of workers with this config; "" where they are spawned."""
+        return needed_imports(config, environment, on_demand=self.on_demand)
+
+    def hold(self, imports: str, environment: Mapping[str, str]) -> Callable[..., None]:
         """Keep the fork server of `environment`, once there is one, until the returned function is called."""
-        key = _shared_part(environment)
+        key = _shared_part(imports, environment)
         self._holds[key] += 1
         return partial(self._release, key)
 
-    def worker(self, environment: Mapping[str, str], on_message: OnMessage, on_exit: OnExit) -> ForkedWorker:
+    def worker(
+        self, imports: str, environment: Mapping[str, str], on_message: OnMessage, on_exit: OnExit
+    ) -> ForkedWorker:
         """Make a worker that has not been started."""
-        return ForkedWorker(partial(self._server, environment), environment, on_message, on_exit)
+        return ForkedWorker(partial(self._server, imports, environment), environment, on_message, on_exit)
 
     async def close(self) -> None:
         """Return when every fork server that is not held has ended."""
+        for key in [key for key in self._servers if not self._holds[key]]:
+            self._end(key)
         while self._ending:
             await asyncio.wait(set(self._ending))
 
-    def _server(self, environment: Mapping[str, str]) -> ForkServer | None:
+    def _server(self, imports: str, environment: Mapping[str, str]) -> ForkServer | None:
         """Find or start the fork server of an environment; None where workers are to be spawned."""
-        key = _shared_part(environment)
+        key = _shared_part(imports, environment)
         if key in self._unfit:
             return None
         server = self._servers.get(key)
         if server is None or server.state is ForkServerState.OVER:
             unfit = partial(self._unfit.add, key)
-            server = ForkServer(dict(key), unfit, self._on_wait, entry=self._entry)
+            server = ForkServer(
+                imports, dict(key[1]), unfit, self._on_wait, entry=self._entry, aside=self.on_demand
+            )
             try:
                 server.start()
             except (OSError, ControlFault) as error:
@@ -125,6 +156,14 @@ class ForkServers:
         if self._holds[key] > 0:
             return
         del self._holds[key]
+        if abandon or not self.on_demand:
+            self._end(key, abandon=abandon)
+            return
+        for other in [one for one in self._servers if one[0] == key[0] and one != key]:
+            if not self._holds[other]:
+                self._end(other)
+
+    def _end(self, key: Environment, *, abandon: bool = False) -> None:
         server = self._servers.pop(key, None)
         if server is not None:
             server.state = ForkServerState.OVER
@@ -149,12 +188,15 @@ class ForkServer:
 
     def __init__(
         self,
+        imports: str,
         environment: Mapping[str, str],
         on_unfit: Callable[[], None],
         on_wait: Callable[[], None],
         *,
         entry: Sequence[str],
+        aside: bool,
     ) -> None:
+        self.imports, self._aside = imports, aside
         self.state = ForkServerState.IMPORTING
         self.words = ""
         """How it ended, once it is over."""
@@ -170,7 +212,9 @@ class ForkServer:
         self.process.spawn()
         self._expect(0, START_S)
         try:
-            self.process.send({"op": "begin", "logs": current_logs()})
+            self.process.send(
+                {"op": "begin", "logs": current_logs(), "imports": self.imports, "aside": self._aside}
+            )
         except ControlFault:
             self.process.kill("it could not be told to begin")
             raise
@@ -285,10 +329,10 @@ class ForkedWorker(WorkerProcess):
     @property
     def waits_for(self) -> str:
         """The step that this worker waits for, as text; "" when it has started."""
-        importing = (
-            self._unborn and self._server is not None and self._server.state is ForkServerState.IMPORTING
-        )
-        return IMPORTING if importing else ""
+        server = self._server
+        if not self._unborn or server is None or server.state is not ForkServerState.IMPORTING:
+            return ""
+        return IMPORTING.format(server.imports)
 
     def kill(self, reason: str) -> None:
         """See WorkerProcess; one that has not begun never will."""

@@ -46,7 +46,7 @@ from fastserve.util.logs import current_logs
 from fastserve.util.offload import cancel_all, gather_or_cancel
 from fastserve.util.rate_limited_log import run_all
 from fastserve.workers.control import ControlFault, PeerGone
-from fastserve.workers.forked_worker import ForkServers, may_fork
+from fastserve.workers.forked_worker import ForkServers
 from fastserve.workers.liveness import Watchdog, WorkerHeartbeatLike
 from fastserve.workers.pinning import Processors, WorkerPins, affinity_variable
 from fastserve.workers.process import ENTRY, Child, OnExit, OnMessage, WorkerProcess, worker_environment
@@ -157,7 +157,7 @@ class WorkerGroup:
         self._on_death, self._on_alive = on_death, on_alive
         self._entry, self._shared, self._sleep, self._clock = entry, shared, sleep, clock
         self._in_process, self._pins, self._others = in_process, pins, others
-        self._forks, self._forked = forks, list[Mapping[str, str]]()  # the environments of workers that fork
+        self._forks, self._forked = forks, list[tuple[str, Mapping[str, str]]]()  # of workers that fork
         self._unhold: list[Callable[..., None]] = []
         self._load_timeout_s = float(config.get("load_timeout_s") or LOAD_TIMEOUT_S)
         self._backoff_s = float(config.get("restart_backoff_s") or Backoff.first_s)
@@ -168,6 +168,7 @@ class WorkerGroup:
         order = {
             **{"name": self.name, "version_dir": str(version_dir)},
             **{"sys_path": list(sys_path), "logs": current_logs()},
+            "aside": forks is not None and forks.on_demand,
         }
         self._instances = [
             self._make_instance(i, order, config, on_call) for i in range(int(config.get("instances") or 1))
@@ -191,10 +192,10 @@ class WorkerGroup:
         elif self._shared is not None and key is not None:
             environment = {**environment, **affinity_variable(self._others)}
             make = partial(self._shared.thread_worker, key, f"{self._title}#{number}", environment)
-        elif self._forks is not None and may_fork(own["config"], environment):
+        elif self._forks is not None and (imports := self._forks.imports(own["config"], environment)):
             environment = {**environment, **affinity_variable(own_place)}
-            self._forked.append(environment)
-            make = partial(self._forks.worker, environment)
+            self._forked.append((imports, environment))
+            make = partial(self._forks.worker, imports, environment)
         else:
             environment = {**environment, **affinity_variable(own_place)}
             make = partial(WorkerProcess, environment, entry=self._entry)
@@ -253,7 +254,7 @@ class WorkerGroup:
         if not self._in_process:  # a person at a breakpoint is no silence
             self._watchdog.open()
         if self._forks is not None:
-            self._unhold = [self._forks.hold(environment) for environment in self._forked]
+            self._unhold = [self._forks.hold(*forked) for forked in self._forked]
         try:
             self.inputs, self.outputs = await self._load_all()
             self._arena = self._open_arena()

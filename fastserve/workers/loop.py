@@ -20,6 +20,7 @@ from fastserve.workers.arena import Arena, WorkerContext
 from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.device.base import ComputeDevice, open_device, runs_there
 from fastserve.workers.isolation import fail_slot
+from fastserve.workers.pinning import PRIORITY
 
 if TYPE_CHECKING:
     from fastserve._ext.batch_ring import BatchRing
@@ -108,6 +109,7 @@ def _say_ready(control: ControlChannel, recorded_ns: int = 0) -> None:
     if threading.current_thread() is threading.main_thread():  # a thread's model comes and goes beside others
         gc_freeze()  # of a loaded model
     keep_freed_memory()  # for the arrays of the next batch
+    PRIORITY.step_forward()
     control.send({"op": "ready", **({"recorded_ns": recorded_ns} if recorded_ns else {})})
 
 

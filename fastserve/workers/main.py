@@ -35,6 +35,7 @@ from fastserve.workers.control import (
     name_process,
 )
 from fastserve.workers.device.base import runs_there
+from fastserve.workers.pinning import PRIORITY
 
 if TYPE_CHECKING:
     from fastserve.backends.llm.protocols import TextBackend
@@ -53,6 +54,8 @@ def main(arguments: list[str], serve: Serve | None = None) -> int:
         if order["op"] != "load":
             return 0
         _introduce(order)
+        if order.get("aside"):
+            PRIORITY.step_back()
         model_callbacks.process.channel = LoadChannel(control)
         return live(control, order, serve or _batch_loop)
     except PeerGone:

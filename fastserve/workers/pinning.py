@@ -1,4 +1,5 @@
-"""Placement of processes on processors, and of arenas on nodes of memory, where the settings ask for it.
+"""Placement of processes on processors, and of arenas on nodes of memory, where the settings ask for it; and
+the priority of workers that load beside others that serve.
 
     pinning: cores    every front process has a core of its own, workers have the others, as many as they have
                       threads
@@ -7,17 +8,23 @@
 
 The owner plans (`PinningPlan`); a child pins itself before it has a second thread, by a variable of its
 environment. Processes keep the processors of this process's affinity, which a container may have limited.
+
+    PRIORITY.step_back()       when a load on demand begins: others that wake up have the processor first
+    PRIORITY.step_forward()    before the worker says that it is ready
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Literal
 
 from fastserve.util.cpus import Core
@@ -31,6 +38,13 @@ AFFINITY = "_FASTSERVE_AFFINITY"  # of a child's environment: processors, with c
 NO_NODE = -1
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
 _MPOL_PREFERRED = 1
+_SETATTR = {"x86_64": 314, "aarch64": 274}  # sched_setattr
+_SCHED_ATTR = Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
+BACK = 10
+"""Steps of niceness that a load steps back: beside a busy process that does not, it gets a tenth."""
+_SLICE_NS = 20_000_000
+_AGAIN_S = 0.02  # the kernel takes one change of a session's niceness in 0.1 s from those without rights
+_MOST_TRIES = 25
 
 
 @dataclass(frozen=True)
@@ -155,3 +169,90 @@ def prefer_node(memory: mmap.mmap, node: int) -> bool:
     if done != 0:
         log.warning("memory of node %d cannot be preferred: %s", node, os.strerror(ctypes.get_errno()))
     return bool(done == 0)
+
+
+class Priority:
+    """The priority of this process: behind others while its model loads, beside them once it serves."""
+
+    def __init__(self) -> None:
+        self._nice: int | None = None  # before it stepped back
+
+    def step_back(self) -> None:
+        """Let this process, which has one thread, have what processors others leave. What the system would
+        not allow to be taken back is left as it is.
+
+        SCHED_BATCH and a long slice let others that wake up run at once (by the slice from Linux 6.12 on).
+        Both, and the niceness of a session, which counts where sessions share processors (autogroup), may be
+        taken back by anyone; the niceness of a process by those that may raise it (CAP_SYS_NICE,
+        RLIMIT_NICE).
+        """
+        if self._nice is not None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+            return  # the caller of the server has decided
+        self._nice = nice = os.getpriority(os.PRIO_PROCESS, 0)
+        lower = nice + BACK if nice + BACK < 20 and _may_raise(nice) else nice
+        _set_scheduling(0, os.SCHED_BATCH, lower, _SLICE_NS)
+        if os.getsid(0) == os.getpid():
+            _set_session(BACK)
+
+    def step_forward(self) -> None:
+        """Give this process, its threads and its children the priority that it had before `step_back`."""
+        nice, self._nice = self._nice, None
+        if nice is None:
+            return
+        if os.getsid(0) == os.getpid():
+            for _ in range(_MOST_TRIES):
+                if _set_session(0):
+                    break
+                time.sleep(_AGAIN_S)
+        done = set[int]()
+        while found := set(_threads(os.getpid())) - done:  # one that was behind may have begun another
+            for thread in found:
+                with contextlib.suppress(ProcessLookupError):
+                    if os.sched_getscheduler(thread) == os.SCHED_BATCH:
+                        _set_scheduling(thread, os.SCHED_OTHER, nice, 0)
+            done |= found
+
+
+PRIORITY = Priority()
+"""Of this process."""
+
+
+def _may_raise(nice: int) -> bool:
+    """Return whether this process may lower its niceness. Only a try tells: in a user's namespace root may
+    not."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, nice - 1)
+    except OSError:
+        return False
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
+    return True
+
+
+def _set_scheduling(thread: int, policy: int, nice: int, slice_ns: int) -> None:
+    """Set these for a thread, 0 for the calling one. A system that refuses leaves it as it is."""
+    number = _SETATTR.get(platform.machine())
+    if number is not None:
+        attr = _SCHED_ATTR.pack(_SCHED_ATTR.size, policy, 0, nice, 0, slice_ns, 0, 0)
+        ctypes.CDLL(None).syscall(number, ctypes.c_int(thread), attr, ctypes.c_uint(0))
+
+
+def _set_session(nice: int) -> bool:
+    """Set the niceness of this process's session; return False where that is to be tried again."""
+    try:
+        with open("/proc/self/autogroup", "w") as file:
+            file.write(str(nice))
+    except BlockingIOError:
+        return False
+    except OSError:  # there are no such groups
+        return True
+    return True
+
+
+def _threads(process: int) -> Iterator[int]:
+    """Yield the threads of a process and of its descendants."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{process}/task"):
+            yield int(name)
+            with contextlib.suppress(OSError), open(f"/proc/{process}/task/{name}/children") as children:
+                for child in children.read().split():
+                    yield from _threads(int(child))

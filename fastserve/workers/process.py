@@ -339,6 +339,7 @@ class Orphans:
     it has to reap what it adopts. A worker that dies meanwhile leaves its model's subprocesses too."""
 
     def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
         self._count = 0
         self._groups: set[int] = set()
 
@@ -364,7 +365,7 @@ class Orphans:
                 self._groups.discard(group)
 
     def _set(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(self._count > 0), 0, 0, 0)
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, int(self._count > 0), 0, 0, 0)
 
 
 ORPHANS = Orphans()

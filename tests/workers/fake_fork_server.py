@@ -12,7 +12,7 @@ from functools import partial
 from fastserve.workers import fork_server, main
 from tests.workers.fake_worker import serve
 
-fork_server.IMPORTED = ("fastserve.backends.frameworks.python",)
+fork_server.IMPORTED = dict.fromkeys(fork_server.IMPORTED, ("fastserve.backends.frameworks.python",))
 main.main = partial(main.main, serve=serve)
 
 if __name__ == "__main__":
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     if wrong == "a thread":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     elif wrong == "no such module":
-        fork_server.IMPORTED = ("no_such_module",)
+        fork_server.IMPORTED = dict.fromkeys(fork_server.IMPORTED, ("no_such_module",))
     elif wrong == "dies":
         sys.exit(3)
     elif wrong == "hangs":

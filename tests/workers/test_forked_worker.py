@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from fastserve.errors import ServeError
-from fastserve.workers import forked_worker, group
-from fastserve.workers.forked_worker import IMPORTING, ForkServers, may_fork
+from fastserve.workers import forked_worker
+from fastserve.workers.forked_worker import IMPORTING, NUMPY, TORCH, ForkServers, may_fork, needed_imports
 from fastserve.workers.process import (
     ORPHANS,
     THREAD_VARIABLES,
@@ -43,12 +43,12 @@ raise RuntimeError("|".join([
 
 @pytest.fixture(autouse=True)
 def forks_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "may_fork", lambda config, environment: True)
+    monkeypatch.setattr(forked_worker, "needed_imports", lambda *given, **on_demand: TORCH)
 
 
 @contextlib.asynccontextmanager
-async def fork_servers() -> AsyncIterator[ForkServers]:
-    servers = ForkServers(ENTRY)
+async def fork_servers(**options: Any) -> AsyncIterator[ForkServers]:
+    servers = ForkServers(ENTRY, **options)
     yield servers
     await servers.close()
     assert not servers._servers
@@ -249,7 +249,7 @@ def test_a_load_is_given_up_while_the_fork_server_imports(tmp_path: Path) -> Non
         async with fork_servers() as servers, Watched(folder, forks=servers, env=env) as watched:
             starting = asyncio.ensure_future(watched.group.start())
             await until(lambda: watched.group.waits_for)
-            assert (watched.group.waits_for, watched.group.pids) == (IMPORTING, [0])
+            assert (watched.group.waits_for, watched.group.pids) == (IMPORTING.format(TORCH), [0])
             await watched.group.stop(1)
             with pytest.raises(ServeError, match="unloaded while it was loading"):
                 await starting
@@ -282,13 +282,13 @@ def test_a_stopped_fork_server_is_ended_when_it_owes_an_answer(
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from fastserve.workers import group
+from fastserve.workers import forked_worker
 from fastserve.workers.forked_worker import ForkServers
 from tests.workers.rig import Watched
 from tests.workers.test_forked_worker import ENTRY
 
 async def main():
-    group.may_fork = lambda config, environment: True
+    forked_worker.needed_imports = lambda *given, **on_demand: "numpy"
     servers = ForkServers(ENTRY)
     watched = Watched(Path(sys.argv[1]), forks=servers, instances=2)
     await watched.group.start()
@@ -336,7 +336,39 @@ def test_which_workers_fork(config: dict[str, Any], env: dict[str, str], may: bo
 
 
 def test_one_environment_is_one_fork_server_whatever_its_threads() -> None:
-    parts = [forked_worker._shared_part(worker_environment(threads, {})) for threads in (1, 4)]
+    parts = [forked_worker._shared_part(TORCH, worker_environment(threads, {})) for threads in (1, 4)]
     assert parts[0] == parts[1]
-    assert dict(parts[0])[THREAD_VARIABLES[0]] == "1"
-    assert forked_worker._shared_part(worker_environment(1, {"COLOUR": "red"})) != parts[0]
+    assert dict(parts[0][1])[THREAD_VARIABLES[0]] == "1"
+    assert forked_worker._shared_part(TORCH, worker_environment(1, {"COLOUR": "red"})) != parts[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "imports"),
+    [
+        ({"backend": "text"}, TORCH),
+        ({"backend": "python"}, NUMPY),
+        ({"backend": "onnx", "threads": 2}, ""),
+        ({"backend": "python", "env": {"COLOUR": "red"}}, ""),
+    ],
+)
+def test_which_workers_fork_where_models_load_on_demand(config: dict[str, Any], imports: str) -> None:
+    environment = worker_environment(config.get("threads", 1), config.get("env", {}))
+    assert needed_imports(config, environment, on_demand=True) == imports
+    assert needed_imports(config, environment, on_demand=False) == (imports if imports == TORCH else "")
+
+
+def test_where_models_load_on_demand_a_fork_server_stays_without_models(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folders = [write_model(tmp_path, PLAIN, name) for name in ("a", "b", "other")]
+        async with fork_servers(on_demand=True) as servers:
+            pids = []
+            for folder, env in zip(folders, ({}, {}, {"COLOUR": "red"}), strict=True):
+                async with Watched(folder, forks=servers, env=env) as one:
+                    await one.group.start()
+                    pids += [server.process.pid for server in servers._servers.values()]
+                    assert await one.arena.ask(0) == "{'y': [[1.0, 1.0]]}"
+            assert pids[0] == pids[1] == pids[2] != pids[3]
+            assert only_server(servers).process.pid == pids[3]  # of each kind the last one
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    run(scenario())

@@ -149,3 +149,51 @@ def test_the_policy_holds_for_every_mapping_of_the_memory() -> None:
         pytest.skip("no nodes of memory here")
     done = subprocess.run([sys.executable, "-c", POLICY], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "1 1\n"), done.stderr  # MPOL_PREFERRED, node 0
+
+
+PRIORITIES = """
+import os, subprocess, sys, threading
+from fastserve.workers.pinning import BACK, PRIORITY
+
+def seen(of=0):
+    return os.sched_getscheduler(of), os.getpriority(os.PRIO_PROCESS, of)
+
+def session():
+    try:
+        return open("/proc/self/autogroup").read().split()[-1]
+    except OSError:
+        return "0"
+
+before, session_before = seen(), session()
+PRIORITY.step_forward()  # nothing was behind
+assert seen() == before
+PRIORITY.step_back()
+behind, tried = seen(), threading.Event()
+assert behind[0] == os.SCHED_BATCH
+assert behind[1] in (before[1], before[1] + BACK)
+end = threading.Event()
+thread = threading.Thread(target=end.wait)
+thread.start()
+child = subprocess.Popen(["sleep", "60"])
+others = thread.native_id, child.pid
+assert [seen(one) for one in others] == [behind] * 2
+PRIORITY.step_forward()
+assert [seen(one) for one in (0, *others)] == [before] * 3
+assert session() == session_before
+end.set()
+child.kill()
+child.wait()
+print(behind[1] - before[1])
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in pinning._SETATTR, reason="the call's number is not known")
+@pytest.mark.parametrize("may_raise", [True, False])
+def test_a_load_steps_back_with_all_it_starts_and_forward_again(may_raise: bool) -> None:
+    denied = "import os\nos.setpriority = lambda *given: (_ for _ in ()).throw(PermissionError())\n"
+    source = PRIORITIES if may_raise else denied + PRIORITIES
+    ran = subprocess.run(
+        *([sys.executable, "-c", source],),
+        **{"stdout": subprocess.PIPE, "text": True, "check": True, "start_new_session": True},
+    )
+    assert ran.stdout.strip() in ({"0", str(pinning.BACK)} if may_raise else {"0"})

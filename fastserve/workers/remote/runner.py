@@ -31,6 +31,7 @@ from fastserve.workers.arena import Arena
 from fastserve.workers.control import ControlChannel, PeerGone
 from fastserve.workers.group import Backoff
 from fastserve.workers.loop import CONTROL_SPOKE
+from fastserve.workers.pinning import PRIORITY
 from fastserve.workers.remote.connections import (
     AT_WORK,
     GO_AFTER_S,
@@ -394,6 +395,7 @@ def serve_remote(
         _await_ready(model, len(connections.loaded))
         gc_freeze()
         keep_freed_memory()  # for the next answer
+        PRIORITY.step_forward()
         control.send({"op": "ready"})
         _send_batches(ring, runner, connections, watch, control)
     finally:

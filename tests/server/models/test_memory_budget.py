@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 from fastserve.server import Server
+from fastserve.server import server as server_module
+from fastserve.server.server import judge
 from fastserve.settings import Listener, Settings
 from tests.server.listeners.test_key_models import ANSWERED, WORDS, bodies, call, spoken
 from tests.server.rig import run, write_model
@@ -253,5 +256,35 @@ def test_models_come_with_those_that_they_use(tmp_path: Path, fronts: int) -> No
                 for name in gone:
                     await put_away(server, name)
                 assert await ask("pair") == [16.0, 20.0]
+
+    run(work())
+
+
+def test_readiness_is_judged_in_a_part_of_the_time_while_models_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, name="m0")
+    judged: list[bool] = []
+
+    def count(*given: Any, **options: Any) -> Any:
+        found = judge(*given, **options)
+        judged.append(found.ready)
+        return found
+
+    async def work() -> None:
+        async with serving(tmp_path) as server:
+            monkeypatch.setattr(server_module, "judge", count)
+            for _ in range(1000):
+                server._health_changed()
+            assert len(judged) < 100
+            before = len(judged)
+            while len(judged) == before and server._judging is not None:
+                await asyncio.sleep(0.001)
+            assert server._judging is None, "the last change was judged"
+            assert server.front.readiness.ready
+            server._may_judge_s = time.monotonic() + 3600
+            server._health_changed()
+            assert server._judging is not None
+        assert server._judging is None, "a server that stops says so at once"
 
     run(work())
