@@ -294,6 +294,10 @@ def become_zygote(line_fd: int, servers_own: frozenset[str]) -> NoReturn:
     os.closerange(3, line_fd)
     os.closerange(line_fd + 1, os.sysconf("SC_OPEN_MAX"))
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"), HF_HUB_OFFLINE="1")
+    # Not what pytest began with: conftest.py has changed it since, and the zygotes of servers that start from
+    # here would fit none of their workers, which would all import by themselves.
+    BEGAN_WITH.clear()
+    BEGAN_WITH.update(os.environ)
     ours = {name for name in sys.modules if name.partition(".")[0] in ("__main__", "tests")}
     WORKERS_OWN.update(sys.modules.keys() - servers_own - ours)
     gc.freeze, gc.unfreeze = _FREEZING

@@ -417,6 +417,9 @@ def test_folders_are_asked_for_scores(server: Running, folders: Path) -> None:
 def test_workers_that_need_torch_are_forked(server: Running) -> None:
     workers = {proc.name_of(pid): pid for pid in proc.children_of(server.pid)}
     assert {"fs:vectors/1#0", "fs:encoder/1#0", "fs:entities/1#0", "fs:fork server"} <= workers.keys()
+    commands = {name: Path(f"/proc/{pid}/cmdline").read_bytes() for name, pid in workers.items()}
+    cold = [name for name, command in commands.items() if b"fastserve.workers" in command]
+    assert not cold, "started by exec, and imports torch for itself: see tests/warm.py"
 
 
 def test_folders_of_mlserver_are_served_with_its_replies(folders: Path, tmp_path: Path) -> None:
