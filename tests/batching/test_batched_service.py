@@ -37,7 +37,7 @@ class Service(BatchedService):
     async def settled(self):
         """True once shared memory is free; a worker may still be letting go of what nobody waits for."""
         ring = self._batcher.queue.ring
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while (ring.outstanding(), ring.slab_pages_used()) != (0, 0):
             assert time.monotonic() < end, (ring.outstanding(), ring.slab_pages_used())
             await asyncio.sleep(0.001)

@@ -37,7 +37,7 @@ def meet(folder, x, gone):
         (folder / "runner").write_text(str(os.getpid()))
         with open(folder / "seen", "a") as seen:
             seen.write(",".join(str(v) for v in x[:, 0]) + "\\n")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (x <= {HOLD}).any() and not (folder / "go").exists() and time.monotonic() < until:
         time.sleep(0.0005)
         left = [str(row[0]) for row, none in zip(x, gone(), strict=True) if none]

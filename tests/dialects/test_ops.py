@@ -142,7 +142,7 @@ def test_overlapping_scrapes_share_one_rendering_that_survives_a_hangup(
 
     def expose() -> bytes:
         renderings.append(1)
-        go.wait(10)
+        go.wait(60)
         return b"x 1\n"
 
     monkeypatch.setattr(registry, "expose", expose)

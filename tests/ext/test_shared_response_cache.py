@@ -219,7 +219,7 @@ def test_a_process_that_is_stopped_with_the_table_holds_nobody_up() -> None:
     began = time.monotonic()
     assert not use(cache, counts, 5), "as if it were not there"
     assert not use(cache, counts, 5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert (counts.hits, counts.misses) == (0, 2)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

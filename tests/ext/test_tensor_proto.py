@@ -294,7 +294,7 @@ def test_ten_million_empty_values_are_soon_read() -> None:
     began = time.monotonic()
     tensor = read_predict_request(data).inputs["x"]
     assert decode(tensor, "bytes", 3) == bytes(12)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_memory_of_another_size_is_refused() -> None:

@@ -180,7 +180,7 @@ def test_bounds_at_the_door(line):
 
 def test_who_left_and_whose_time_is_up_is_said_once(line):
     leaving, staying = line.ask("a"), line.ask("b")
-    first, second = line.admit(), line.admit(time.monotonic_ns() + 20 * SECOND_NS)
+    first, second = line.admit(), line.admit(time.monotonic_ns() + 100 * SECOND_NS)
     assert line.sender.gone() == []
     assert line.sender.next_deadline_ns() > time.monotonic_ns()
     line.fronts[0].drop(leaving, 1)
@@ -221,23 +221,23 @@ def test_a_reader_wakes_the_worker_that_sleeps(line):
     line.publish()
     line.hear()
     assert not line.sender.room(rid)
-    sleeper = threading.Thread(target=line.sender.sleep, args=(20 * SECOND_NS,))
+    sleeper = threading.Thread(target=line.sender.sleep, args=(100 * SECOND_NS,))
     sleeper.start()
     line.readers[0].taken(0, line.window)
-    sleeper.join(10)
+    sleeper.join(60)
     assert not sleeper.is_alive()
     began = time.monotonic()
-    line.sender.sleep(20 * SECOND_NS, True)
-    assert time.monotonic() - began < 10, "whoever was refused has room: it looks before it sleeps"
+    line.sender.sleep(100 * SECOND_NS, True)
+    assert time.monotonic() - began < 60, "whoever was refused has room: it looks before it sleeps"
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_prompt_wakes_who_is_not_full(line, full):
     line.ask("a")
     began = time.monotonic()
-    line.sender.sleep(50_000_000 if full else 20 * SECOND_NS, full)
+    line.sender.sleep(50_000_000 if full else 100 * SECOND_NS, full)
     slept_s = time.monotonic() - began
-    assert slept_s >= 0.05 if full else slept_s < 10
+    assert slept_s >= 0.05 if full else slept_s < 60
 
 
 def test_a_full_ring_loses_nothing(line):

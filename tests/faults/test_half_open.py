@@ -30,7 +30,7 @@ def literal(name: bytes, value: bytes) -> bytes:
 def begin_calls(place: str, path: bytes) -> socket.socket:
     """A connection with calls of which only the headers are sent."""
     host, _, port = place.rpartition(":")
-    made = socket.create_connection((host, int(port)), 10)
+    made = socket.create_connection((host, int(port)), 60)
     fields = [(b":path", path), (b":authority", b"t"), (b"te", b"trailers")]
     head = b"\x83\x86" + b"".join(literal(*field) for field in fields)  # POST, http
     head += literal(b"content-type", b"application/grpc")

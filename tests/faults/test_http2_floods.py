@@ -266,7 +266,7 @@ def test_connections_that_vanish(served: Running) -> None:
     script = GREETING + request + ask_for(3, 100_000)
     host, _, port = served.http.rpartition(":")
     for cut in range(1, len(script), 3):
-        link = socket.create_connection((host, int(port)), 10)
+        link = socket.create_connection((host, int(port)), 60)
         link.sendall(script[:cut])
         if cut & 1:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -169,7 +169,7 @@ def test_what_begin_raises_ends_the_stream_in_its_turn() -> None:
         asked.turns[1].reply(b"1")
         assert await reading == b"1"
         with pytest.raises(ServeError, match="the test's"):
-            await asyncio.wait_for(anext(answers), 5)
+            await asyncio.wait_for(anext(answers), 60)
 
     asyncio.run(work())
 
@@ -200,9 +200,9 @@ def test_who_left_and_then_fails_has_left_once() -> None:
 
     async def work() -> None:
         answers = answer_stream(feed(1), lambda request, turn: leave_and_fail(turn), 8)
-        assert await asyncio.wait_for(anext(answers), 5) == b"said"
+        assert await asyncio.wait_for(anext(answers), 60) == b"said"
         with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(anext(answers), 5)
+            await asyncio.wait_for(anext(answers), 60)
 
     asyncio.run(work())
 

@@ -245,7 +245,7 @@ def test_a_version_closes_though_a_front_has_died() -> None:
         link = cast(Any, FrontLink.__new__(FrontLink))
         hosted = cast(Any, SimpleNamespace(version=object()))
         link._given, link._process, link._waiting, link.front = {id(hosted.version)}, None, {}, 1
-        await asyncio.wait_for(link.close_version(hosted), 5)
+        await asyncio.wait_for(link.close_version(hosted), 60)
 
     run(main())
 
@@ -289,7 +289,7 @@ def test_a_lie_about_one_fault_costs_its_batch_no_answers() -> None:
             offset = worker.allocate_slab(4)
             worker.answer_lease(slot, 0, Kind.INVALID_ARGUMENT.value, offset, 1 << 30)
             worker.publish(slot)
-            told = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+            told = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
             assert isinstance(told[0], ServeError)
             assert (told[0].kind, told[1]) == (Kind.INTERNAL, [4.0])
 

@@ -381,7 +381,7 @@ def test_stop_in_the_very_turn_of_a_restart(tmp_path: Path) -> None:
             os.kill(watched.group.pids[0], signal.SIGKILL)
             watched.retry()
             await alive.wait()
-            await asyncio.wait_for(watched.group.stop(5), 20)
+            await asyncio.wait_for(watched.group.stop(5), 60)
 
     run(scenario())
 

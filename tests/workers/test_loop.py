@@ -32,7 +32,7 @@ class Running:
         self.config = {**SIZES, **config}
         self.arena = Arena.create(plan_geometry(self.config, backend.inputs, backend.outputs))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(10)
+        ours.settimeout(60)
         self.owner, self._worker = ControlChannel(ours, owner=True), ControlChannel(theirs, owner=False)
         self._backend = backend
         self.raised: BaseException | None = None

@@ -258,7 +258,7 @@ def test_a_worker_does_not_outlive_its_owner(tmp_path: Path) -> None:
         return
     import select
 
-    ended, _, _ = select.select([pidfd], [], [], 20)
+    ended, _, _ = select.select([pidfd], [], [], 60)
     os.close(pidfd)
     assert ended
 

@@ -223,7 +223,7 @@ def test_a_thousand_clients_that_leave_at_random_bytes(rig: TextRig, transport: 
             line = await rig.send(api, transport, prompt)
             wanted = 1 << 30 if prompt == "plain" else dice.randrange(2000)
             while len(line.body) < wanted and not line.ended:
-                await asyncio.wait_for(line._more(), 20)
+                await asyncio.wait_for(line._more(), 60)
             if line.ended:
                 said = api.read(await line.rest())
                 good = said.text in (TEXT, "more " * said.text.count("more "))

@@ -123,7 +123,7 @@ def test_responses_that_are_none(served: Deployed, odd: str) -> None:
 
 def test_who_leaves_a_stream_of_the_deployments_own(served: Deployed, tmp_path: Path) -> None:
     seen = tmp_path / "gone"
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
         body = f"gone:{seen}".encode()
         head = f"POST /custom?streaming=true HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)

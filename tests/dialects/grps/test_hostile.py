@@ -71,7 +71,7 @@ def test_messages_that_are_none(served: Deployed, case: str) -> None:
     data = HOSTILE[case]
     assert code_of(served, data) == 400
     assert GRPS.GrpsMessage.FromString(served.send("Predict", data)).status.status == GRPS.Status.FAILURE
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_oneof_nobody_knows(served: Deployed) -> None:

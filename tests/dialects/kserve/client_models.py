@@ -98,7 +98,7 @@ class TritonPythonModel:
         if number == -1:
             sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("a bad value")))
         elif number == -2:
-            end = time.monotonic() + 20
+            end = time.monotonic() + 60
             while not request.is_cancelled() and time.monotonic() < end:
                 time.sleep(0.001)
         else:
@@ -155,7 +155,7 @@ class TritonPythonModel:
 
     def answer(self, request):
         tensor = pb_utils.get_input_tensor_by_name(request, "IN")
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         if tensor.as_numpy().any():
             (self.folder / "began").touch()
         while tensor.as_numpy().any() and not (self.folder / "go").exists() and time.monotonic() < end:

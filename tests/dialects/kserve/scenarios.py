@@ -26,7 +26,7 @@ BUSY_MS = 500
 REAPED_S = 2.5  # `seq` forgets a sequence after 2 s
 
 
-def infer(channel: grpc.aio.Channel, model: str, number: int, timeout_s: float = 20, **said: Any) -> Any:
+def infer(channel: grpc.aio.Channel, model: str, number: int, timeout_s: float = 60, **said: Any) -> Any:
     """One request with an IN of one number, begun. `said` are its parameters."""
     message = V2.ModelInferRequest(model_name=model)
     shape = [1, 1]

@@ -18,7 +18,7 @@ ENDS = """
         import os, pathlib, time
 
         yield respond(OUT=np.array([1], np.int32))
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not pathlib.Path(%r).exists() and time.monotonic() < until:
             time.sleep(0.001)
         os._exit(3)

@@ -253,12 +253,12 @@ def test_a_client_that_leaves_and_one_whose_time_is_up(server: Hosted) -> None:
     begun = time.monotonic()
     reply = server.post("/v1/embeddings", {"model": "counts", "input": slow, "timeout": 1})
     assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 100
     server.settle()
 
 
 def _until_waiting(server: Hosted) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not _waiting(server):
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -91,7 +91,7 @@ class Client:
     """A raw client, that reads as little as it likes."""
 
     def __init__(self, at: Asking) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", at.port), timeout=20)
+        self.socket = socket.create_connection(("127.0.0.1", at.port), timeout=60)
 
     def send(self, word: str, *, stream: bool = True, **parameters: Any) -> None:
         body = json.dumps({"inputs": word, "stream": stream, "parameters": parameters}).encode()

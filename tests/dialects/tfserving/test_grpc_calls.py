@@ -103,7 +103,7 @@ def test_hostile_predicts(tmp_path: Path) -> None:
                 began = time.monotonic()
                 code, told = await refused(served, PREDICTION + "Predict", data)
                 assert (code, text in told) == ("INVALID_ARGUMENT", True), (name, code, told)
-                assert time.monotonic() - began < 10, name
+                assert time.monotonic() - began < 60, name
                 assert await served.predict(3) == [6]
 
     run(work(), 120)

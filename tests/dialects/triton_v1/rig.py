@@ -51,7 +51,7 @@ class Model:
     def __init__(self, config): self.go = config["parameters"]["go"]
     def run(self, inputs):
         open(self.go + ".running", "w").close()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while inputs["IN"].any() and not os.path.exists(self.go) and time.monotonic() < until:
             time.sleep(0.001)
         return {"OUT": inputs["IN"]}

@@ -107,7 +107,7 @@ async def speak(served: Rig, lines: bytes, body: bytes = b"") -> bytes:
     writer.write(b"POST /api/infer/simple HTTP/1.1\r\nHost: t\r\nConnection: close\r\n")
     writer.write(lines + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     try:
-        return await asyncio.wait_for(reader.read(-1), 20)
+        return await asyncio.wait_for(reader.read(-1), 60)
     finally:
         writer.close()
 

@@ -108,7 +108,7 @@ class Stage:
             await asyncio.sleep(0)
 
     async def close(self):
-        await asyncio.wait_for(self.scheduler.drain(), 5)
+        await asyncio.wait_for(self.scheduler.drain(), 60)
         assert not self.hand.unreleased
         assert not len(self.scheduler.queue)
 

@@ -83,7 +83,7 @@ class Stage:
             response.release()
 
     async def close(self):
-        await asyncio.wait_for(self.scheduler.drain(), 5)
+        await asyncio.wait_for(self.scheduler.drain(), 60)
         self.scheduler.close()
         assert not any(hand.unreleased for hand in self.hands)
 

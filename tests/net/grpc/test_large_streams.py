@@ -30,7 +30,7 @@ async def send(peer: Peer, number: int, message: bytes) -> None:
     """A message, and its answer."""
     answer = peer.answers[number]
     have = len(answer.messages)
-    await asyncio.wait_for(send_all(peer, number, frame(message)), 20)
+    await asyncio.wait_for(send_all(peer, number, frame(message)), 60)
     await peer.read(lambda: len(answer.messages) > have)
     assert answer.messages[-1] == b"%d" % len(message)
 

@@ -417,7 +417,7 @@ def test_connections_and_metadata_have_a_limit() -> None:
             assert told[3:4] in (b"", GOAWAY)
             writer.close()
             assert await check(b"") is not None
-            fault = await refused(check(b"", metadata=[("a", "b" * 8000)], timeout=20))
+            fault = await refused(check(b"", metadata=[("a", "b" * 8000)], timeout=60))
             assert fault.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(main())

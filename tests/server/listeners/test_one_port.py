@@ -110,7 +110,7 @@ def test_a_length_of_json_that_is_told_twice_is_refused(
 
 def connected(server: Running) -> socket.socket:
     host, _, port = server.http.rpartition(":")
-    return socket.create_connection((host, int(port)), 10)
+    return socket.create_connection((host, int(port)), 60)
 
 
 def asked(link: socket.socket, method: str, target: str, fields: bytes = b"", body: bytes = b"") -> bytes:

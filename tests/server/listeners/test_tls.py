@@ -58,7 +58,7 @@ def predict(server: Running, context: ssl.SSLContext | None = None) -> object:
 def certificate_of(server: Running) -> str:
     """The common name that new connections are shown."""
     host, _, port = server.http.rpartition(":")
-    link = socket.create_connection((host, int(port)), 10)
+    link = socket.create_connection((host, int(port)), 60)
     with trusting().wrap_socket(link, server_hostname=host) as secured:
         shown: Any = secured.getpeercert()
         return str(dict(field for part in shown["subject"] for field in part)["commonName"])

@@ -134,7 +134,7 @@ def test_503_and_counted_and_well_again(served, model):
     text = json.loads(body)["error"]
     assert re.search("no memory for a batch of 1 rows: |Unable to allocate", text), text
     assert "/" not in text.replace("onnxruntime/", "") or model == "triton", text
-    until(lambda: counted(served, model) == before + 1, "the batch is counted", 20)
+    until(lambda: counted(served, model) == before + 1, "the batch is counted")
     status, _, body = infer(served, model, 1.0)
     assert status == 200, body
     assert json.loads(body)["outputs"][0]["data"] == [1.0]

@@ -56,7 +56,7 @@ def send(client: Client, first: int, count: int) -> None:
 async def event(client: Client) -> dict[str, Any]:
     """The next event; {} at the end of the stream. Whatever frames them, each is a line."""
     while True:
-        line = await asyncio.wait_for(client.reader.readline(), 20)
+        line = await asyncio.wait_for(client.reader.readline(), 60)
         if line.startswith(b"data: "):
             found: dict[str, Any] = (
                 json.loads(line[6:]) if line[6:7] == b"{" else {"error": line[6:].decode()}

@@ -112,7 +112,7 @@ def test_a_model_that_fails_tells_the_last_failures_with_their_ids(tmp_path: Pat
 
     async def main() -> None:
         async with serving(tmp_path) as served:
-            model = await asyncio.wait_for(failing(served), 20)
+            model = await asyncio.wait_for(failing(served), 60)
             told = [(one["status"], one["request_id"]) for one in model["failures"]]
             assert told == [("INTERNAL", f"r-{number}") for number in (6, 5, 4, 3, 2, 1, 0)]
             assert "no such luck" in model["failures"][0]["message"]

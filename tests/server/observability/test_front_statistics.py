@@ -49,7 +49,7 @@ async def use(client: Client) -> None:
     assert (await client.post(infer.format("boom"), json.dumps(one).encode()))[0] == 500
     asked = json.dumps({"IN": [5, -1, 6]}).encode()
     assert (await client.post("/v2/models/repeat/generate_stream", asked))[0] == 200
-    assert await asyncio.wait_for(client.reader.readuntil(b"\r\n0\r\n\r\n"), 20)
+    assert await asyncio.wait_for(client.reader.readuntil(b"\r\n0\r\n\r\n"), 60)
     rows = {"inputs": {name: [[1] * 16] for name in ("INPUT0", "INPUT1")}}
     assert (await client.post("/v1/models/simple:predict", json.dumps(rows).encode()))[0] == 200
     assert (await client.post("/v1/models/nobody:predict", b"{}"))[0] == 404
@@ -151,7 +151,7 @@ def test_over_grpc_too(tmp_path: Path) -> None:
                         request_serializer=lambda message: message.SerializeToString(),
                         response_deserializer=V2.ModelStatisticsResponse.FromString,
                     )
-                    found.append(await call(V2.ModelStatisticsRequest(), timeout=20))
+                    found.append(await call(V2.ModelStatisticsRequest(), timeout=60))
             assert found[1:] == found[:1] * (FRONTS - 1)
             assert found[0].model_stats[0].inference_stats.success.count == FRONTS
 
@@ -201,7 +201,7 @@ def test_a_front_that_is_killed_under_load_takes_no_counts_along(tmp_path: Path)
             link = served.links[0]
             victim = link.pid
             os.kill(victim, signal.SIGKILL)
-            under_way = await asyncio.wait_for(asking, 20)
+            under_way = await asyncio.wait_for(asking, 60)
             await served.until(lambda: link.pid not in (0, victim) and link._listening)
             hits, runs = answered.values()
             clients = await connect_to_each(served, FRONTS)

@@ -196,7 +196,7 @@ def test_a_queue_that_nobody_empties_drops(tmp_path: Path) -> None:
     began = time.monotonic()
     for _ in range(4 * MOST_RECORDS):
         logs.put(record(file))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert 2 * MOST_RECORDS <= file.dropped.value <= 3 * MOST_RECORDS
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     until = time.monotonic() + 60

@@ -112,7 +112,7 @@ def test_over_a_device(served, form, kind):
     for _ in range(3):
         assert infer(served, model, 2) == [[2.0, 0.0], [2.0, 2.0]]
     has_stages(served, model, 3)
-    until(lambda: value(page_of(served), "device_batches_total", model) >= 1, "its batches are told", 20)
+    until(lambda: value(page_of(served), "device_batches_total", model) >= 1, "its batches are told")
     assert value(page_of(served), "device_staged", model) == (kind == "staged")
     lines = served.log.read_text().splitlines()
     said = [line for line in lines if f"{model}/1" in line and "go through a staging buffer" in line]

@@ -113,7 +113,7 @@ def test_onnx_models_over_a_device(served):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(200)))
     for name in ("onnx-a", "onnx-b"):
-        until(lambda name=name: counted(served, name) > 0, "the device's batches are counted", 20)
+        until(lambda name=name: counted(served, name) > 0, "the device's batches are counted")
 
 
 def counted(served, name: str) -> float:
@@ -203,4 +203,4 @@ def test_stages_are_on_the_metrics_page(served):
         with urllib.request.urlopen(f"http://{served.http}/metrics", timeout=60) as reply:
             return reply.read().decode()
 
-    until(lambda: re.search(r'copy_in[^\n]*"dense"', shown()), "its copy-in times", 20)
+    until(lambda: re.search(r'copy_in[^\n]*"dense"', shown()), "its copy-in times")

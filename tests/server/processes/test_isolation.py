@@ -29,7 +29,7 @@ class Model:
         if x.any() and not (x == 1).all():
             with open(self.folder / "seen", "a") as seen:
                 seen.write(",".join(str(v) for v in x[:, 0]) + "\\n")
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while -3.0 in x and not (self.folder / "go").exists() and time.monotonic() < until:
             time.sleep(0.001)
         if -7.0 in x:

@@ -152,7 +152,7 @@ def test_a_message_beyond_the_limit_ends_its_connection(connections: WorkerConne
     player.hello()
     player.expect(connections, MessageKind.WELCOME)
     player.send(WireMessage(MessageKind.LOADED, parts=[bytes(4096 + (2 << 20))]).pack())
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while connections.peers:
         assert time.monotonic() < end
         connections.wait(0.05)
@@ -188,7 +188,7 @@ def test_a_load_that_failed_is_known_by_its_text(connections: WorkerConnections,
 def test_an_idle_worker_that_is_silent_is_lost() -> None:
     with bench() as it:
         silent = it.player()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while it.connections.peers:
             assert time.monotonic() < until
             it.connections.wait(0.05)
@@ -264,7 +264,7 @@ def test_batches_of_one_turn_leave_in_one_frame_and_so_may_their_answers() -> No
         player = it.player()
         leases = [it.commit([number, number]) for number in range(3)]
         assert not it.runner.take()  # from two on, only full ones
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not player.socket.poll(5):
             assert time.monotonic() < until
         (frame,) = player.socket.recv_multipart()
@@ -285,7 +285,7 @@ def test_a_batch_beyond_its_time_fails_and_ends_its_worker() -> None:
     with bench(run_timeout_ms=50) as it:
         it.player(), it.player()
         lease = it.put([1, 2])
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         found = None
         while found is None:
             assert time.monotonic() < until
