@@ -116,7 +116,8 @@ test-extras: build torch extras
 		-k "xgboost or tensorflow or fastapi or notebook or clients"
 	$(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json \
 		tests/backends/tabular tests/examples/test_tabular.py tests/repository/test_storage.py \
-		tests/server/models/test_storage.py tests/dialects/openai/test_tools_langchain.py
+		tests/server/models/test_storage.py tests/dialects/openai/test_tools_langchain.py \
+		tests/dialects/openai/test_litellm.py
 	$(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips --extras $(EXTRAS)/extras.json tests/test_site.py
 	PATH="$$PATH:$(CURDIR)/$(EXTRAS)/bin" $(EXTRAS)/bin/python -m pytest -p tests.again -p tests.skips \
 		--extras $(EXTRAS)/extras.json tests/deploy/test_chart.py

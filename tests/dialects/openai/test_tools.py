@@ -22,7 +22,7 @@ from tests.dialects.text_common.serving import Local, Reply
 from tests.late import Late
 from tests.text_rig import Said, Scripted
 
-openai, pydantic = Late("openai"), Late("pydantic")
+openai, pydantic, text_generation = Late("openai"), Late("pydantic"), Late("text_generation")
 CHAT = "/v1/chat/completions"
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 WEATHER = {
@@ -163,6 +163,19 @@ def test_openais_parse(client: openai.OpenAI) -> None:
     )
     (call,) = found.choices[0].message.tool_calls
     assert call.function.parsed_arguments == weather(city="Paris")
+
+
+def test_text_generations_client(tmp_path: Path) -> None:
+    """It names no model."""
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    only = {"m1": Scripted(script(SAID), eos={2}, info=TAKES_TEXT)}
+    with Local(only, TextgenOptions(), folder=tmp_path) as at:
+        client = text_generation.Client(at.url, timeout=60)
+        shown = [text_generation.types.Tool(**WEATHER)]
+        (choice,) = client.chat(USER, tools=shown).choices
+        assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+        assert choice.message.tool_calls[0]["function"] == {"name": "get_weather", "arguments": PARIS}
+        assert client.chat(USER, tools=shown, tool_choice="none").choices[0].finish_reason == "stop"
 
 
 def test_one_call_where_calls_are_not_parallel(server: Local) -> None:
