@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from fastserve._ext.forest import Forest
 from fastserve.backends.tabular.base import (
     LEAVES,
     PREDICTIONS,
@@ -39,6 +40,18 @@ from fastserve.backends.tabular.base import (
     OpenedModel,
     TabularBackend,
     make_frame,
+)
+from fastserve.backends.tabular.trees import (
+    Compute,
+    Evaluator,
+    Unfit,
+    add_tree,
+    after,
+    make_probes,
+    most_rows,
+    settle,
+    swap,
+    try_trees,
 )
 from fastserve.errors import ConfigError, install_text
 
@@ -100,6 +113,7 @@ class SklearnBackend(TabularBackend):
                 outputs[output] = getattr(model, method)
         # A matrix has its columns in the model's order, and needs no names.
         warnings.filterwarnings("ignore", message="X does not have valid feature names")
+        outputs.update(quicken(model, self.threads))
         return OpenedModel(columns, outputs, tuple(chosen), join, by_column, _derive(model))
 
     @property
@@ -186,6 +200,172 @@ def _join_objects(columns: Sequence[Any]) -> Any:
     for at, column in enumerate(columns):
         rows[:, at] = column
     return rows
+
+
+# ---- trees
+
+_METHOD_OF = {PREDICTIONS: "predict", PROBABILITIES: "predict_proba", SCORES: "decision_function"}
+
+
+def quicken(model: Any, threads: int) -> dict[str, Compute]:
+    """Return the outputs that compiled trees give to the last bit, of a model or of a pipeline's end."""
+    is_pipeline = type(model).__name__ == "Pipeline" and len(model.steps) > 1
+    last: Any = model.steps[-1][1] if is_pipeline else model
+    name = type(last).__name__
+    if not type(last).__module__.startswith("sklearn.") or name not in _TREES:
+        return {}
+    # Two threads of scikit-learn add up as they come: what is compared is the order of one.
+    if threads != 1:
+        _set_threads(last, 1)
+    swapped = {
+        output: compute
+        for output, compute in try_trees(name, partial(_swap_trees, last, threads)).items()
+        if compute != getattr(last, _METHOD_OF[output])
+    }
+    if threads != 1:
+        _set_threads(last, threads or -1)
+    if not is_pipeline:
+        return swapped
+    head = model[:-1]
+    return {output: _behind(head, compute) for output, compute in swapped.items()}
+
+
+def _behind(head: Any, compute: Compute) -> Compute:
+    return lambda rows: compute(head.transform(rows))
+
+
+def _swap_trees(model: Any, threads: int) -> dict[str, Compute]:
+    quick, probes = _TREES[type(model).__name__](model, threads)
+    what = type(model).__name__
+    return {
+        output: swap(f"{what}, {output}", getattr(model, _METHOD_OF[output]), compute, probes)
+        for output, compute in quick.items()
+    }
+
+
+Quick = tuple[dict[str, Compute], list[Any]]
+"""Outputs by compiled trees, and the rows to try them with."""
+
+
+def _arrays(tree: Any) -> dict[str, Any]:
+    """Return the public arrays of a `tree_`."""
+    return {
+        "feature": tree.feature,
+        "threshold": tree.threshold,
+        "left": tree.children_left,
+        "right": tree.children_right,
+        "missing_left": tree.missing_go_to_left,
+    }
+
+
+def _average(model: Any, threads: int) -> Quick:
+    """Trees whose values are averaged, or one tree."""
+    if model.n_outputs_ != 1:
+        raise Unfit("several outputs")
+    parts = getattr(model, "estimators_", None)
+    trees = [part.tree_ for part in parts] if parts is not None else [model.tree_]
+    labels = getattr(model, "classes_", None)
+    wide = 1 if labels is None else len(labels)
+    first = 0.0 if parts is not None else -0.0  # to which a value is added without a trace
+    divisor = len(trees) if parts is not None else 0.0
+    forest = Forest(model.n_features_in_, [first] * wide, narrow=True, divisor=divisor)
+    arrays = [_arrays(tree) for tree in trees]
+    for one, tree in zip(arrays, trees, strict=True):
+        add_tree(forest, one, tree.value[:, 0, :wide])
+    probes = make_probes(arrays, forest.width, "float64")
+    quick = Evaluator(forest, flat=labels is None, most_rows=most_rows(threads, len(trees)))
+    settle(forest, model.predict, probes)
+    if labels is None:
+        return {PREDICTIONS: quick}, probes
+    return {PROBABILITIES: quick, PREDICTIONS: after(quick, partial(_largest, labels))}, probes
+
+
+def _boosting(model: Any, threads: int) -> Quick:
+    """Trees whose values are added to those of a first model, which has to be constant."""
+    if getattr(model, "init_", None) != "zero" and not type(model.init_).__name__.startswith("Dummy"):
+        raise Unfit(f"it begins with a {type(model.init_).__name__}")
+    stages = model.estimators_
+    origin = np.zeros((1, model.n_features_in_), np.float32)
+    forest = Forest(model.n_features_in_, model._raw_predict_init(origin)[0].tolist(), narrow=True)
+    arrays = []
+    for stage in stages:
+        for output, part in enumerate(stage):
+            arrays.append(_arrays(part.tree_) | {"missing_left": np.zeros(part.tree_.node_count)})
+            add_tree(forest, arrays[-1], model.learning_rate * part.tree_.value[:, 0, :1], output)
+    return _boosted(model, forest, arrays, most_rows(threads, stages.size))
+
+
+def _histograms(model: Any, threads: int) -> Quick:
+    """Trees of histograms, which compare float64; their nodes have no public name."""
+    if np.any(getattr(model, "is_categorical_", False)):
+        raise Unfit("categories")
+    base = np.ravel(model._baseline_prediction).tolist()
+    forest = Forest(model.n_features_in_, base)
+    arrays = []
+    for stage in model._predictors:
+        for output, part in enumerate(stage):
+            nodes = part.nodes
+            inner = nodes["is_leaf"] == 0
+            arrays.append(
+                {
+                    "feature": nodes["feature_idx"],
+                    "threshold": np.where(inner, nodes["num_threshold"], 0.0),
+                    "left": np.where(inner, nodes["left"].astype(np.int64), -1),
+                    "right": np.where(inner, nodes["right"].astype(np.int64), -1),
+                    "missing_left": nodes["missing_go_to_left"],
+                }
+            )
+            add_tree(forest, arrays[-1], nodes["value"][:, None], output)
+    return _boosted(model, forest, arrays, most_rows(threads, len(arrays)))
+
+
+def _boosted(model: Any, forest: Forest, arrays: list[Any], most: int) -> Quick:
+    """The outputs that follow from sums; those of a loss with another link are found to differ."""
+    probes = make_probes(arrays, forest.width, "float64")
+    settle(forest, model.predict, probes)
+    flat = forest.outputs == 1
+    quick = Evaluator(forest, flat=flat, most_rows=most)
+    labels = getattr(model, "classes_", None)
+    if labels is None:
+        return {PREDICTIONS: quick}, probes
+    chances = after(quick, _chances)
+    if type(model).__name__.startswith("Hist"):
+        return {
+            SCORES: quick,
+            PROBABILITIES: chances,
+            PREDICTIONS: after(chances, partial(_largest, labels)),
+        }, probes
+    decide = partial(_above, labels) if flat else partial(_largest, labels)
+    return {SCORES: quick, PROBABILITIES: chances, PREDICTIONS: after(quick, decide)}, probes
+
+
+def _chances(scores: Any) -> Any:
+    from scipy.special import expit
+    from sklearn.utils.extmath import softmax
+
+    if scores.ndim == 2:
+        return softmax(scores, copy=True)
+    found = np.empty((len(scores), 2))
+    found[:, 1] = expit(scores)
+    found[:, 0] = 1 - found[:, 1]
+    return found
+
+
+def _largest(labels: Any, found: Any) -> Any:
+    return labels.take(np.argmax(found, axis=1), axis=0)
+
+
+def _above(labels: Any, scores: Any) -> Any:
+    return labels.take((scores >= 0).astype(int), axis=0)
+
+
+_TREES: dict[str, Callable[[Any, int], Quick]] = {
+    **dict.fromkeys(("DecisionTreeClassifier", "ExtraTreeClassifier", "DecisionTreeRegressor"), _average),
+    **dict.fromkeys(("RandomForestClassifier", "ExtraTreesClassifier", "ExtraTreeRegressor"), _average),
+    **dict.fromkeys(("RandomForestRegressor", "ExtraTreesRegressor"), _average),
+    **dict.fromkeys(("GradientBoostingClassifier", "GradientBoostingRegressor"), _boosting),
+    **dict.fromkeys(("HistGradientBoostingClassifier", "HistGradientBoostingRegressor"), _histograms),
+}
 
 
 # ---- columns
