@@ -8,9 +8,8 @@ what a batch of 1,000 rows costs beside the library alone.
 Each model has 100 trees and 30 columns. wrk asks with 32 connections and one row a request, the servers in
 turns, one worker each; the rates are medians, and the answers are compared before anything is measured.
 MLServer batches as its documentation recommends (max_batch_size 32, max_batch_time 0.01). A batch is a
-request of 1,000 rows from one client, in V2's raw form and in its JSON, which is written beforehand, of a
-model without a max_queue_delay_us. The library's own time is that of its call in this process; the fastest
-of the calls counts, on both sides.
+request of 1,000 rows from one client, in V2's raw form and in its JSON, which is written beforehand. The
+library's own time is that of its call in this process; the fastest of the calls counts, on both sides.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ MODELS = {
 # MLServer answers the class of both, and waits up to 10 ms for a batch to fill.
 OURS = {
     "xgboost": "backend: xgboost\nparameters: {outputs: [labels]}\n",
-    "sklearn": "backend: sklearn\nmax_queue_delay_us: 2000\n"
-    "parameters: {trust_pickle: true, outputs: [predictions]}\n",
+    "sklearn": "backend: sklearn\nparameters: {trust_pickle: true, outputs: [predictions]}\n",
 }
 TRUST: dict[str, list[str]] = {"xgboost": [], "sklearn": ["--trust-pickle"]}
 FASTAPI = """
@@ -183,7 +181,7 @@ def time_batches(kind: str, root: Path, rows: Any) -> None:
     folder, port = root / f"{kind}-batches", free_port()
     folder.mkdir()
     (folder / file).write_bytes((root / file).read_bytes())
-    (folder / "model.yaml").write_text(OURS[kind].replace("max_queue_delay_us: 2000\n", ""))
+    (folder / "model.yaml").write_text(OURS[kind])
     url, row = f"http://127.0.0.1:{port}", [float(value) for value in rows[0]]
     v2 = {"inputs": [{"name": "input", "shape": [1, COLUMNS], "datatype": MODELS[kind][1], "data": row}]}
     command = [sys.executable, "-m", "fastserve", "serve", file, "--name", kind, *TRUST[kind]]

@@ -31,6 +31,7 @@ constexpr long FEW_ROWS = 4;       // fewer are walked: comparisons of 16 rows w
 constexpr uint32_t SPLIT = 1u << 31, MISSING_RIGHT = 1u << 30, FEATURE = MISSING_RIGHT - 1;
 constexpr size_t BLOCK_BYTES = 32768; // of rows: they stay in the first cache beside a tree
 constexpr long BLOCK_ROWS = 128;
+constexpr size_t MANY_NODES = 1 << 17; // more leave the caches before their next block: blocks of four times the rows
 constexpr int64_t NODES_MAX = 1ll << 31, WIDTH_MAX = 1 << 24, OUTPUTS_MAX = 1 << 16;
 
 enum Link : int { IDENTITY, SIGMOID, SOFTMAX, EXPONENTIAL };
@@ -338,7 +339,8 @@ template <class T, class Sum, bool Strict> struct Ensemble final : Trees {
 
     bool run(const void* rows, bool rows_are_double, long count, void* out, const Reading& how, int link) const override {
         constexpr long lanes = Lanes<T>::count;
-        const long most = std::min(count, std::clamp<long>(long(BLOCK_BYTES / sizeof(T)) / std::max(width, outputs), lanes, BLOCK_ROWS));
+        const long fitting = std::clamp<long>(long(BLOCK_BYTES / sizeof(T)) / std::max(width, outputs), lanes, BLOCK_ROWS);
+        const long most = std::min(count, split.size() > MANY_NODES ? 4 * fitting : fitting);
         const long room = (most + lanes - 1) / lanes * lanes;
         Space space;
         space.rows.resize(most * width);
