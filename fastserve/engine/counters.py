@@ -243,6 +243,7 @@ class RequestCounters:
         self.remotes: dict[str, RemoteCounts] = {}  # by machine
         self.remotes_wanted = 0
         self.out_of_memory = 0  # batches that its workers had no memory for, a device's or the host's
+        self.drafted = self.accepted = 0  # tokens of text models that speculate, since they were last shown
         self.warm_ups: list[WarmUp] = []  # one for each of its queues, if it brings requests
         self.load_s = 0.0  # how long it took to load
         self._closed: list[ClosedRing] = []

@@ -344,6 +344,13 @@ class _NoMemory(_Callback, tag="no_memory"):
     batches: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
+class _Drafts(_Callback, tag="drafts"):
+    """A report: tokens drafted and accepted since the last one (backends/llm/drafts.py)."""
+
+    drafted: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+    accepted: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+
+
 class _LentClosed(_Callback, tag="lent_closed"):
     """A report: a worker has closed a client's device memory (`RegionClosings`)."""
 
@@ -369,7 +376,7 @@ class _Remote(_Callback, tag="remote"):
 MOST_NODES = 1024  # machines whose workers are counted
 
 
-_Report = _Remote | _Device | _NoMemory | _LentClosed | _Overdue
+_Report = _Remote | _Device | _NoMemory | _Drafts | _LentClosed | _Overdue
 _AnyCallback = _Load | _Unload | _Ready | _Family | _Metric | _Value | _Change | _Report
 
 _read = msgspec.json.Decoder(_AnyCallback).decode
@@ -420,6 +427,9 @@ class ModelCallbacks:
             _count_remote(version, report)
         elif isinstance(report, _NoMemory):
             counters_of(version).out_of_memory += report.batches
+        elif isinstance(report, _Drafts):
+            counters_of(version).drafted += report.drafted
+            counters_of(version).accepted += report.accepted
         elif isinstance(report, _LentClosed):
             self.lent.closed((id(version), part, worker), report.number)
         else:

@@ -111,6 +111,14 @@ TEXT_PROMPT_TOKENS = _counter("text_prompt_tokens", "Tokens of the prompts of se
 
 TEXT_TOKENS = _counter("text_tokens", "Tokens generated.", *MODEL)
 
+TEXT_DRAFTED_TOKENS = _counter(
+    "text_drafted_tokens", "Tokens drafted by prompt look-up and computed in advance.", *MODEL
+)
+
+TEXT_ACCEPTED_TOKENS = _counter(
+    "text_accepted_tokens", "Drafted tokens that became tokens of the answer.", *MODEL
+)
+
 TEXT_SEQUENCES = _counter("text_sequences", "Sequences ended, by how.", *MODEL, "finish")
 
 TEXT_RUNNING = _level("text_running", "Sequences that have had a token and go on.", *MODEL)

@@ -240,6 +240,7 @@ class FrontGauges:
             if one.part == 0:
                 self._show_devices(one.version)
                 self._show_remotes(one.version)
+                self._show_drafts(one.version)
 
     def show_residency(self, residency: Residency) -> None:
         """Record the memory of all models, and who was unloaded. Only the owner does."""
@@ -280,6 +281,14 @@ class FrontGauges:
         if counters_of(version).remotes_wanted:
             wanted = self._registry.gauges(names.REMOTE_WORKERS_WANTED).of(version.model, version.number)
             wanted.set(counters_of(version).remotes_wanted)
+
+    def _show_drafts(self, version: Version) -> None:
+        """Record the tokens that a text model drafted and accepted since the last call."""
+        counters, who = counters_of(version), (version.model, version.number)
+        if counters.drafted:
+            self._registry.counters(names.TEXT_DRAFTED_TOKENS).of(*who).add(counters.drafted)
+            self._registry.counters(names.TEXT_ACCEPTED_TOKENS).of(*who).add(counters.accepted)
+            counters.drafted = counters.accepted = 0
 
     def _show_devices(self, version: Version) -> None:
         """Record batches on GPUs and out-of-memory events since the last call."""

@@ -410,6 +410,9 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Bytes of the KV cache; 0: max_sequences of max_tokens, at most a quarter of memory."""
     prefix_cache: bool = False
     """Prompts that begin as one before use what is computed of it."""
+    prompt_lookup_num_tokens: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Tokens drafted for a sequence in a step, at most, from where its last tokens occurred before
+    (speculative decoding by prompt look-up); 0: none."""
     ageing_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds after which a waiting request counts as one priority higher; 0: never."""
     runtime: Literal["auto", "torch", "numpy"] = "auto"

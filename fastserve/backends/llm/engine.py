@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from fastserve._ext.sampler import Sampler
+from fastserve.backends.llm.drafts import Draft, DraftCounts, find_drafts, make_draft_plan
 from fastserve.backends.llm.grammars import Grammars
 from fastserve.backends.llm.pooling import make_pool, tell_vector
 from fastserve.backends.llm.protocols import Chunk, ModelRunner, Out, StepPlan, TextRequest
@@ -54,15 +55,27 @@ class BatchEngine(QueuedEngine):
     """The engine of one model. Settings of the sampler are checked in a slot of its own."""
 
     def __init__(
-        self, model: ModelRunner, info: Info, options: TextOptions, grammars: Grammars | None = None
+        self,
+        model: ModelRunner,
+        info: Info,
+        options: TextOptions,
+        grammars: Grammars | None = None,
+        *,
+        drafts_alone: bool = False,
     ) -> None:
-        """`grammars` have a slot more than the engine, as the sampler."""
+        """`grammars` have a slot more than the engine, as the sampler. `drafts_alone`: drafts are made only
+        while one sequence decodes, for models that compute each draft in a call of its own."""
         super().__init__(options)
         self.info = msgspec.structs.replace(info, grammars=grammars is not None)
         self._grammars = grammars
         self._compiling: list[TextSequence] = []
         self._model, self._options = model, options
-        self._rows = Rows(info.slots, model.cache, info.max_tokens if options.prefix_cache else 0)
+        self._drafted, self._drafts = options.prompt_lookup_num_tokens, DraftCounts()
+        self._most_drafting = 1 if drafts_alone else info.slots
+        keeps = options.prefix_cache or self._drafted
+        self._rows = Rows(
+            info.slots, model.cache, info.max_tokens if keeps else 0, keep_rows=options.prefix_cache
+        )
         self._drawing = BatchSampler(Sampler(info.vocab_size, info.slots + 1), info.slots, grammars)
         self._eos = dict.fromkeys(info.eos_ids, Finish.EOS)
         self._standing: list[TextSequence] = []
@@ -100,11 +113,15 @@ class BatchEngine(QueuedEngine):
         shares = share_out(self._rows, self._waiting, self._begin, self._room(), now_ns)
         if not shares and not self._rows.writing:
             return self._await_grammar()
-        plan = make_plan(self._rows, shares)
+        drafts = [] if shares or not self._drafted else self._find_drafts()
+        plan = make_draft_plan(self._rows, drafts) if drafts else make_plan(self._rows, shares)
         logits = self._compute(plan, shares, out)
         if logits is not None:
-            self._advance(plan, shares, logits, out)
-            self._pace.took(plan.writing, len(plan.tokens) - plan.writing, time.monotonic_ns() - now_ns)
+            self._advance(plan, shares, drafts, logits, out)
+            if not drafts:  # the estimates are of a token that is written by each sequence
+                self._pace.took(plan.writing, len(plan.tokens) - plan.writing, time.monotonic_ns() - now_ns)
+        if self._drafted:
+            self._drafts.tell(now_ns, idle=not self._sequences)
         return True
 
     def close(self) -> None:
@@ -191,7 +208,7 @@ class BatchEngine(QueuedEngine):
         the newest sequence of the lowest priority."""
         count_out_of_memory()
         read = len(plan.tokens) - plan.writing
-        if read > 1:
+        if read > 1 or (read and not shares):  # without prompts these are drafts
             self._step_tokens = max(1, read // 2)
             log.warning("no memory for a step of %d tokens: prompts are read more slowly", len(plan.tokens))
             return
@@ -199,11 +216,18 @@ class BatchEngine(QueuedEngine):
         log.error("no memory for a step of %d sequences: one of them fails", len(plan.tokens))
         self._fail(last, out, Kind.RESOURCE_EXHAUSTED, "the model has no memory left to compute this in")
 
+    def _find_drafts(self) -> list[Draft]:
+        if self._rows.writing > self._most_drafting:
+            return []
+        return find_drafts(self._rows, self._drafted, self._step_tokens - self._rows.writing)
+
     def _of_step(self, plan: StepPlan, shares: list[Prefill]) -> list[TextSequence]:
         writing = [one for one in self._rows.sequences[: plan.writing] if one is not None]
         return writing + [share.sequence for share in shares]
 
-    def _advance(self, plan: StepPlan, shares: list[Prefill], logits: np.ndarray, out: Out) -> None:
+    def _advance(
+        self, plan: StepPlan, shares: list[Prefill], drafts: list[Draft], logits: np.ndarray, out: Out
+    ) -> None:
         rows, read = self._rows, [share.sequence for share in shares if share.draws]
         slots = np.concatenate((rows.slots[: plan.writing], np.array([one.slot for one in read], np.int32)))
         tokens = self._drawing.draw(logits, slots)
@@ -212,6 +236,8 @@ class BatchEngine(QueuedEngine):
         writers = [one for one in rows.sequences[: plan.writing] if one is not None]
         ended = self._drawing.tell(writers + read, tokens, logits, out)
         rows.tokens[[one.row for one in writers + read]] = tokens
+        if drafts:
+            ended += self._verify(drafts, logits[plan.writing :], {one.rid for one, _ in ended}, out)
         for sequence, finish in reversed(ended):
             self._end(sequence, proven=finish != Finish.FAILED)
         for sequence in read:
@@ -219,6 +245,43 @@ class BatchEngine(QueuedEngine):
                 rows.join(sequence)
         if plan.pooled is not None:
             self._pool(shares, out)
+
+    def _verify(
+        self, drafts: list[Draft], logits: np.ndarray, ended: set[int], out: Out
+    ) -> list[tuple[TextSequence, Finish]]:
+        """Draw tokens from the logits of drafts, a round for each place of them, while what was drawn is the
+        draft's; return the sequences that have ended, and why. Each round is drawn as a step of its own."""
+        rows, found = self._rows, []
+        going = drafts
+        while going := [
+            one
+            for one in going
+            if one.sequence.rid not in ended and one.next_round(int(rows.tokens[one.sequence.row]))
+        ]:
+            part = logits[[one.first + one.accepted for one in going]]
+            sequences = [one.sequence for one in going]
+            at = [one.row for one in sequences]
+            tokens = self._drawing.draw(part, rows.slots[at])
+            rows.tokens[at] = tokens
+            for one in going:
+                one.accepted += 1
+            new = self._drawing.tell(sequences, tokens, part, out)
+            ended |= {one.rid for one, _ in new}
+            found += new
+        for one in drafts:
+            self._settle(one, logits)
+        self._drafts.add(drafts)
+        return found
+
+    def _settle(self, draft: Draft, logits: np.ndarray) -> None:
+        """Account for the accepted tokens of a draft. A rejected one leaves no NaN in the cache."""
+        row, count, accepted = draft.sequence.row, len(draft.tokens), draft.accepted
+        self._rows.accept(row, draft.tokens[:accepted])
+        if np.isnan(logits[draft.first + accepted : draft.first + count, 0]).any():
+            begin = int(self._rows.lengths[row])
+            self._model.cache.wipe(row, begin + count - accepted, begin)
+        if draft.sequence.drafts is not None:
+            draft.sequence.drafts.judge(count, accepted)
 
     def _pool(self, shares: list[Prefill], out: Out) -> None:
         """Pool hidden states; a prompt that is read to its end gets its embedding and ends."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -130,16 +131,22 @@ class AlignedCache:
         for row in (one, other):
             self._touch(row, part.stop)
 
-    def wipe(self, row: int, count: int) -> None:
-        """Zero whatever was ever written into a row: stale columns may hold NaN, too."""
+    def wipe(self, row: int, count: int, begin: int = 0) -> None:
+        """Zero whatever was ever written into a row, all of it or behind the first `begin` positions: stale
+        columns may hold NaN, too."""
+        first = int(self.begins[row]) + begin if begin else 0
         for tensor in self._tensors():
-            tensor[row, :, : int(self._used[row])] = 0
-        self._used[row] = self.begins[row] = 0
+            tensor[row, :, first : int(self._used[row])] = 0
+        self._used[row] = first
+        if not begin:
+            self.begins[row] = 0
 
     def align(self, lengths: np.ndarray) -> tuple[int, int]:
         """Let the first rows, of these lengths, end in one column, and return the first column that any of
         them uses, and the column of the new tokens."""
         longest = int(lengths.max())
+        if len(lengths) == 1:  # where its row is: a draft has moved its end
+            self._front = int(self.begins[0]) + longest
         if not longest <= self._front < self.columns:
             self._front = longest
         for row, length in enumerate(lengths.tolist()):
@@ -227,6 +234,7 @@ class GenericModel(TorchRunner):
         super().close()
 
     def _forward(self, plan: StepPlan) -> np.ndarray:
+        plan = _join_draft(plan)
         parts = [self._decode(plan)] if plan.writing else []
         states = []
         for chunk in plan.chunks:
@@ -320,6 +328,15 @@ class GenericModel(TorchRunner):
             more["position_ids"] = places
         more[self._cache_name] = cache
         return self._model(input_ids=tokens, attention_mask=mask, use_cache=True, **more)
+
+
+def _join_draft(plan: StepPlan) -> StepPlan:
+    """Return the plan of one sequence with a draft as one of a chunk: its own token and the draft in one
+    call."""
+    if plan.writing != 1 or not plan.chunks or plan.chunks[0].row:
+        return plan
+    draft = plan.chunks[0]
+    return replace(plan, writing=0, chunks=[Chunk(0, 0, 1 + draft.count, draft.start - 1), *plan.chunks[1:]])
 
 
 def _places(places: np.ndarray, chunk: Chunk) -> np.ndarray:

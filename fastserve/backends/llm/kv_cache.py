@@ -129,6 +129,6 @@ class RowCache:
         for layer in self.data[:, :, :, :, :count]:
             layer[:, [one, other]] = layer[:, [other, one]]
 
-    def wipe(self, row: int, count: int) -> None:
+    def wipe(self, row: int, count: int, begin: int = 0) -> None:
         """Zeros instead of what may hold NaN."""
-        self.data[:, :, row, :, :count] = 0
+        self.data[:, :, row, :, begin:count] = 0

@@ -199,7 +199,8 @@ def _open_decoder(
         return model
 
     words = f"no memory for the weights and a cache of {info.kv_tokens} tokens: lower text.kv_bytes"
-    return BatchEngine(_fit(make, words), info, options, open_grammars(folder, options, info))
+    grammars = open_grammars(folder, options, info)
+    return BatchEngine(_fit(make, words), info, options, grammars, drafts_alone=generic)
 
 
 def _fit(make: Callable[[], Made], words: str) -> Made:

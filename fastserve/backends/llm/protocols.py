@@ -82,8 +82,8 @@ class TextBackend(TextEngine, Protocol):
 
 @dataclass(slots=True)
 class Chunk:
-    """A stretch of one prompt: `count` tokens at `offset` in the plan, which become positions `start` and on
-    of the row."""
+    """A stretch of one prompt, or of a draft: `count` tokens at `offset` in the plan, which become positions
+    `start` and on of the row."""
 
     row: int
     offset: int
@@ -94,9 +94,10 @@ class Chunk:
 @dataclass(slots=True)
 class StepPlan:
     """The plan of one step: int64 arrays. The first `writing` tokens belong to rows 0, 1, ... of the cache,
-    one each; chunks follow. `wanted` are the places in `tokens` whose logits are needed, `pooled` those
-    whose hidden states are, None for none. `adapters` are those of `tokens` by number, 0 for none; None
-    where no token has one."""
+    one each; chunks follow, of prompts, or of drafts: a draft's row decodes, and the chunk begins behind the
+    row's own token, which this step computes too. `wanted` are the places in `tokens` whose logits are
+    needed, `pooled` those whose hidden states are, None for none. `adapters` are those of `tokens` by number,
+    0 for none; None where no token has one."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -117,8 +118,8 @@ class KVCache(Protocol):
     def swap(self, one: int, other: int, count: int) -> None:
         """Exchange the first `count` positions of two rows."""
 
-    def wipe(self, row: int, count: int) -> None:
-        """Zero the first `count` positions of a row, which may hold NaN."""
+    def wipe(self, row: int, count: int, begin: int = 0) -> None:
+        """Zero the first `count` positions of a row, from `begin` on, which may hold NaN."""
 
 
 class ModelRunner(Protocol):

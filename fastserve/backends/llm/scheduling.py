@@ -37,6 +37,8 @@ from fastserve.settings.model_options import TextOptions
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastserve.backends.llm.drafts import DraftPace
+
 
 class DecodeState(IntEnum):
     """WAITING -> PREFILL -> DECODING <-> STALLED, and ENDED from each of them."""
@@ -84,6 +86,8 @@ class TextSequence:
     """The language of the answer; it is compiled while the sequence waits."""
     pool: Pool | None = None
     """Pools the prompt's embedding, when that was requested: no token is generated then."""
+    drafts: DraftPace | None = None
+    """Length of its next draft, where drafts are made."""
 
     @property
     def is_ready(self) -> bool:
@@ -259,9 +263,11 @@ class QueuedEngine:
 class Rows:
     """Sequences by their rows of the cache. `tokens[r]` is a row's next token to compute, `lengths[r]` its
     positions in the cache, `slots[r]` its slot of the sampler, `adapters[r]` the adapter they were computed
-    with, `ids` the tokens of those positions, where rows are kept."""
+    with, `ids` the tokens of those positions, where tokens are kept."""
 
-    def __init__(self, count: int, cache: KVCache, keep_tokens: int = 0) -> None:
+    def __init__(self, count: int, cache: KVCache, keep_tokens: int = 0, *, keep_rows: bool = True) -> None:
+        """`keep_tokens`: tokens of a row that are kept, 0 for none; `keep_rows`: whether a free row keeps
+        what its last sequence left, if its tokens are kept."""
         self.sequences: list[TextSequence | None] = [None] * count
         self.writing = 0
         self.free = count
@@ -273,7 +279,8 @@ class Rows:
         self.freed = np.zeros(count, np.int64)
         """Order in which free rows were released."""
         self._cache = cache
-        self._keep = keep_tokens > 0
+        self._keep_tokens = keep_tokens > 0
+        self._keep = keep_rows and keep_tokens > 0
         self._clock = 0
 
     def take(self, sequence: TextSequence, row: int = -1) -> None:
@@ -285,6 +292,8 @@ class Rows:
             self.lengths[row] = 0
         self.sequences[row], self.slots[row] = sequence, sequence.slot
         self.adapters[row] = sequence.adapter
+        if self._keep_tokens:
+            self.ids[row, : len(sequence.prompt)] = sequence.prompt
         sequence.row, sequence.state = row, DecodeState.PREFILL
         self.free -= 1
 
@@ -315,13 +324,26 @@ class Rows:
         self.free += 1
 
     def advance(self, plan: StepPlan) -> None:
-        """Account for the plan's tokens, which are in the cache now."""
-        if self._keep:
+        """Account for the plan's tokens, which are in the cache now: all but those of drafts."""
+        if self._keep_tokens:
             at = np.arange(plan.writing)
             self.ids[at, self.lengths[: plan.writing]] = plan.tokens[: plan.writing]
         self.lengths[: plan.writing] += 1
         for chunk in plan.chunks:
-            self.lengths[chunk.row] += chunk.count
+            if chunk.row >= plan.writing:
+                self.lengths[chunk.row] += chunk.count
+
+    def said(self, row: int) -> NDArray[np.int32]:
+        """Return the tokens of a row that decodes, its next one to compute included."""
+        length = int(self.lengths[row])
+        self.ids[row, length] = self.tokens[row]
+        return self.ids[row, : length + 1]
+
+    def accept(self, row: int, tokens: list[int]) -> None:
+        """Account for tokens of a draft, which are in the cache behind those that `advance` counted."""
+        length = int(self.lengths[row])
+        self.ids[row, length : length + len(tokens)] = tokens
+        self.lengths[row] += len(tokens)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` positions of a row to another."""
@@ -367,7 +389,6 @@ def begin_row(rows: Rows, sequence: TextSequence) -> None:
     else:
         rows.take(sequence)
         rows.copy(source, sequence.row, count)
-    rows.ids[sequence.row, : len(prompt)] = prompt
 
 
 def _longest(rows: Rows, prompt: np.ndarray, adapter: int) -> tuple[int, int]:

@@ -108,12 +108,17 @@ class Ragged:
     """One step's batch on the device."""
 
     def __init__(self, plan: StepPlan, cache: RowCache) -> None:
-        self._cache, self._chunks, self._writing = cache, plan.chunks, plan.writing
+        self._cache, self._writing = cache, plan.writing
         self._dtype, self._device = cache.data.dtype, cache.data.device
         self.positions = torch.from_numpy(plan.positions).to(self._device)
-        self._at = self.positions[: plan.writing]
-        self._rows = torch.arange(plan.writing, device=self._device)
-        longest = int(plan.positions[: plan.writing].max(initial=0)) + 1
+        drafts = _drafts_beside(plan)
+        self._beside = _Beside(plan.writing, drafts, self._device) if drafts else None
+        self._chunks = plan.chunks[len(drafts) :]
+        count = plan.writing + sum(chunk.count for chunk in drafts)
+        self._at = self.positions[:count]
+        rows = self._beside and self._beside.rows
+        self._rows = torch.arange(count, device=self._device) if rows is None else rows
+        longest = int(plan.positions[:count].max(initial=0)) + 1
         self._length = -(-longest // STRIDE) * STRIDE
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
 
@@ -127,17 +132,26 @@ class Ragged:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, tokens, heads, dim)
 
     def _attend_writing(self, layer: Layer) -> torch.Tensor:
-        count, number = self._writing, layer.number
+        count, rows, number, beside = len(self._at), self._writing, layer.number, self._beside
         keys, values = self._cache.keys[number], self._cache.values[number]
         keys[self._rows, :, self._at] = layer.key[:, :count].transpose(0, 1)
         values[self._rows, :, self._at] = layer.value[:, :count].transpose(0, 1)
-        query, mask = layer.query[:, :, :count].permute(2, 0, 1, 3), self._writing_mask(layer.window)
-        keys, values = keys[:count, :, : self._length], values[:count, :, : self._length]
+        mask = self._writing_mask(layer.window, layer.query.shape[1])
+        if beside is None:
+            query = layer.query[:, :, :count].permute(2, 0, 1, 3)
+        else:
+            query = beside.spread(layer.query)
+        keys, values = keys[:rows, :, : self._length], values[:rows, :, : self._length]
         if layer.is_plain:
             seen = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scaling)
         else:
-            sinks = None if layer.sinks is None else layer.sinks.view(*query.shape[1:3], 1)
+            sinks = None
+            if layer.sinks is not None:
+                share = layer.query.shape[1]
+                sinks = layer.sinks.view(-1, share, 1).repeat_interleave(query.shape[2] // share, 1)
             seen = _attend_capped(query, keys, values, mask, layer, sinks)
+        if beside is not None:
+            seen = beside.gather(seen, layer.query.shape[1])
         return seen.reshape(count, -1, layer.query.shape[3])
 
     def _attend_chunk(self, layer: Layer, chunk: Chunk) -> torch.Tensor:
@@ -164,10 +178,13 @@ class Ragged:
             )
         return seen.permute(2, 0, 1, 3).reshape(chunk.count, -1, query.shape[3])
 
-    def _writing_mask(self, window: int) -> torch.Tensor | None:
+    def _writing_mask(self, window: int, share: int) -> torch.Tensor | None:
         if (-1, window) not in self._masks:
-            behind = self._at[:, None] - torch.arange(self._length, device=self._device)
-            self._masks[-1, window] = self._mask(behind, window)[:, None, None]
+            at = self._at if self._beside is None else self._at[self._beside.places]
+            behind = at[..., None] - torch.arange(self._length, device=self._device)
+            mask = self._mask(behind, window)
+            mask = mask[:, None] if self._beside is None else mask.repeat(1, share, 1)
+            self._masks[-1, window] = mask[:, None]
         return self._masks[-1, window]
 
     def _chunk_mask(self, chunk: Chunk, window: int, *, plain: bool) -> torch.Tensor | None:
@@ -186,6 +203,40 @@ class Ragged:
         hidden = (behind < 0) | (behind >= window)
         zeros = torch.zeros(behind.shape, dtype=self._dtype, device=self._device)
         return zeros.masked_fill_(hidden, float("-inf"))
+
+
+def _drafts_beside(plan: StepPlan) -> list[Chunk]:
+    """Return the drafts of a plan, which come first among its chunks, where one call of attention for all
+    rows computes at most twice as many queries as there are; else none: each is a chunk then."""
+    drafts = [chunk for chunk in plan.chunks if chunk.row < plan.writing]
+    width = 1 + max((chunk.count for chunk in drafts), default=0)
+    count = plan.writing + sum(chunk.count for chunk in drafts)
+    return drafts if plan.writing * width <= 2 * count else []
+
+
+class _Beside:
+    """Places of drafts beside the tokens of their rows: attention has a query [row, head, token, dim] of one
+    token more than the longest draft. A row with fewer has its own token again in the rest, whose result is
+    dropped. Keys are read once for all tokens of a row."""
+
+    def __init__(self, writing: int, drafts: list[Chunk], device: torch.device) -> None:
+        places = np.repeat(np.arange(writing)[:, None], 1 + max(chunk.count for chunk in drafts), 1)
+        rows, columns = [np.arange(writing)], [np.zeros(writing, np.int64)]
+        for chunk in drafts:
+            columns.append(np.arange(1, chunk.count + 1))
+            rows.append(np.full(chunk.count, chunk.row))
+            places[chunk.row, 1 : chunk.count + 1] = np.arange(chunk.offset, chunk.offset + chunk.count)
+        self.rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        self._columns = torch.from_numpy(np.concatenate(columns)).to(device)
+        self.places = torch.from_numpy(places).to(device)
+
+    def spread(self, query: torch.Tensor) -> torch.Tensor:
+        """Return queries [key heads, share, tokens, dim] by row: [rows, key heads, share * width, dim]."""
+        return query[:, :, self.places].permute(2, 0, 1, 3, 4).flatten(2, 3)
+
+    def gather(self, seen: torch.Tensor, share: int) -> torch.Tensor:
+        """Return the results of such queries by token: [tokens, key heads, share, dim]."""
+        return seen.unflatten(2, (share, -1))[self.rows, :, :, self._columns]
 
 
 def _attend_capped(

@@ -5,6 +5,7 @@ mixed up, moved too short or left with NaN shows in the tokens.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -20,18 +21,36 @@ def next_token(said: list[int]) -> int:
     return zlib.crc32(np.array(said, np.int64).tobytes()) % (VOCAB - 1)
 
 
-def continue_plainly(prompt: list[int], count: int) -> list[int]:
+def next_repeated(said: list[int]) -> int:
+    """Return a token that mostly depends on the last two alone, of a small alphabet: texts repeat themselves,
+    and now and then go another way."""
+    turns = zlib.crc32(np.array(said, np.int64).tobytes()) % 20 == 0
+    return next_token(said if turns else said[-2:]) % 12
+
+
+def continue_plainly(
+    prompt: list[int], count: int, tell: Callable[[list[int]], int] = next_token
+) -> list[int]:
     """The oracle: one sequence, alone."""
     said = list(prompt)
     for _ in range(count):
-        said.append(next_token(said))
+        said.append(tell(said))
     return said[len(prompt) :]
 
 
 class ScriptedModel:
-    """`room` is the most tokens of a step it has memory for; `fault` is raised by the next step."""
+    """`room` is the most tokens of a step it has memory for; `fault` is raised by the next step; `soft` gives
+    other tokens logits of their own, too."""
 
-    def __init__(self, rows: int, positions: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        positions: int,
+        tell: Callable[[list[int]], int] = next_token,
+        *,
+        soft: bool = False,
+    ) -> None:
+        self.tell, self.soft = tell, soft
         self.data = np.zeros((rows, positions))
         self.cache = self
         self.room = 1 << 30
@@ -44,8 +63,8 @@ class ScriptedModel:
     def swap(self, one: int, other: int, count: int) -> None:
         self.data[[one, other], :count] = self.data[[other, one], :count]
 
-    def wipe(self, row: int, count: int) -> None:
-        self.data[row, :count] = 0
+    def wipe(self, row: int, count: int, begin: int = 0) -> None:
+        self.data[row, begin:count] = 0
 
     def forward(self, plan: StepPlan) -> np.ndarray:
         self.plans.append(plan)
@@ -62,7 +81,10 @@ class ScriptedModel:
             if np.isnan(held).any():  # what is masked is multiplied, too
                 row[:] = np.nan
             else:
-                row[next_token(held[: plan.positions[at] + 1].astype(int).tolist())] = 9
+                said = held[: plan.positions[at] + 1].astype(int).tolist()
+                if self.soft:
+                    row[:] = np.random.default_rng([7, *said[-4:]]).normal(size=VOCAB)
+                row[self.tell(said)] = 3 if self.soft else 9
         return logits
 
     def states(self) -> np.ndarray:

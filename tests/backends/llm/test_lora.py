@@ -22,6 +22,7 @@ from fastserve.errors import ConfigError, Kind, ServeError
 from tests.backends.llm.families import FAMILIES
 from tests.backends.llm.folders import VOCAB, generate, make_config, read_model, save_config, save_model
 from tests.backends.llm.outs import ask, run
+from tests.backends.llm.test_drafts import follow
 
 TOKENS = 24
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -219,6 +220,21 @@ def test_steps_without_adapters_are_told_of_none(folder: Path) -> None:
     assert given
     assert all(numbers is None for numbers in given)
     engine.close()
+
+
+def test_drafts_have_the_adapters_of_their_rows(folder: Path) -> None:
+    few = dict.fromkeys((10, 11, 12), 60.0)
+    asked = [ask(rid, [7, 8, 9] * 6, max_new_tokens=40, ignore_eos=True, logit_bias=few) for rid in range(8)]
+    for request in asked:
+        request.note.adapter = ("", *NAMES)[request.rid % 4]
+    engines = load(folder), load(folder, prompt_lookup_num_tokens=6)
+    fates = follow(engines[1]._engine)
+    expected, heard = (run(engine, asked) for engine in engines)
+    assert heard.tokens == expected.tokens
+    assert len({tuple(heard.tokens[rid]) for rid in range(4)}) == 4
+    assert sum(accepted for _, accepted in fates) > 20
+    for engine in engines:
+        engine.close()
 
 
 def test_an_unknown_adapter_is_refused_by_name(folder: Path) -> None:

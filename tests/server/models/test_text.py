@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -189,5 +190,66 @@ def test_a_client_that_does_not_read_stops_its_own_sequence(tmp_path):
                 await whole(fast, 1, 2000)  # a worker that does this does its steps too
             assert await tokens(slow, 2000) == list(range(1, 2001))
             writer.transport.abort()
+
+    run(work())
+
+
+DEMO = Path(__file__).parents[3] / "fastserve" / "demo" / "scribe" / "1"
+ASKED: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 100, "logprobs": 1},
+    {"max_tokens": 90, "stop": [" other", "of the"], "temperature": 0},
+    {"max_tokens": 60, "seed": 5, "temperature": 0.4, "presence_penalty": 0.2},
+    {"max_tokens": 40, "guided_regex": "(ab|abc){4,9}"},
+)
+
+
+def test_answers_with_drafts_are_those_without(tmp_path):
+    """Two models of the same weights, one of which drafts tokens by prompt look-up: whole and streamed."""
+    for name, count in (("plain", 0), ("drafts", 6)):
+        shutil.copytree(DEMO, tmp_path / name / "1")
+        text = f"{{runtime: numpy, max_sequences: 8, prompt_lookup_num_tokens: {count}}}"
+        (tmp_path / name / "model.yaml").write_text(f"backend: text\ntext: {text}\n")
+
+    async def answer(served: Served, model: str, said: dict[str, Any]) -> tuple[Any, Any]:
+        prompt = "the other side of the other side of the"
+        asked = {"model": model, "prompt": prompt, "temperature": 0, **said}
+        client = await served.client()
+        status, page = await client.post("/v1/completions", json.dumps(asked).encode())
+        assert status == 200, page
+        whole = json.loads(page)
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        client.writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+            % (len(body := json.dumps(asked).encode()), body)
+        )
+        lines = (await asyncio.wait_for(client.reader.read(-1), 60)).split(b"\n")
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        pieces = "".join(one["choices"][0]["text"] for one in events if one["choices"])
+        assert pieces == whole["choices"][0]["text"]
+        assert events[-1]["usage"] == whole["usage"]
+        (choice,) = whole["choices"]
+        own = choice.pop("logprobs") or {"tokens": [], "token_logprobs": []}
+        return (choice, whole["usage"], own["tokens"]), own["token_logprobs"]
+
+    async def work() -> None:
+        async with serving(tmp_path) as served:
+            pairs = [
+                await asyncio.gather(*(answer(served, model, said) for said in ASKED))
+                for model in ("plain", "drafts")
+            ]
+            for (plain, numbers), (drafted, others) in zip(*pairs, strict=True):
+                assert drafted == plain
+                assert others == pytest.approx(numbers, abs=1e-3)
+            client = await served.client()
+            drafted = accepted = 0.0
+            while not accepted:
+                _, page = await client.get("/metrics")
+                lines = dict(line.rsplit(" ", 1) for line in page.decode().splitlines() if line[:1] != "#")
+                drafted, accepted = (
+                    float(lines.get(f'fastserve_text_{name}_tokens_total{{model="drafts",version="1"}}', 0))
+                    for name in ("drafted", "accepted")
+                )
+            assert drafted >= accepted
+            assert not any("drafted" in line and '"plain"' in line for line in lines)
 
     run(work())
