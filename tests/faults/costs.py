@@ -83,6 +83,7 @@ OPTIONS = (
 CONFIG = """
 tfserving: {monitoring: true}
 grps: {customized_path: /customized}
+admin: {traffic: true}
 log: {level: error}
 dialects: ["fastserve.app.json_api:SPEC"]
 """

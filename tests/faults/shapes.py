@@ -85,6 +85,10 @@ FILLINGS: dict[str, Callable[[int], bytes]] = {
     "nested empty lists": lambda n: b"[%b]" % repeat(b"[[],[]],", n, b"[]"),
     "empty objects": lambda n: b"[%b]" % repeat(b"{},", n, b"{}"),
     "objects": lambda n: b"[%b]" % repeat(b'{"role":"user","content":"a"},', n, b"{}"),
+    "parts": lambda n: b"[%b]" % repeat(b'{"type":"text","text":"a"},', n, b'{"type":"text","text":"a"}'),
+    "tools": lambda n: (
+        b"[%b]" % b",".join(b'{"type":"function","function":{"name":"f%x"}}' % i for i in range(n // 48))
+    ),
     "keys": keys,
     "one key again": lambda n: b"{%b}" % repeat(b'"x":1,', n, b'"x":1'),
     "a long key": lambda n: b'{"%b":1}' % (b"k" * n),
@@ -112,6 +116,12 @@ PLACES: dict[str, tuple[bytes, ...]] = {
         b'{"messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","chat_template_kwargs":%b}',
         b'{"messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","tools":%b}',
         b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","x":%b}',
+        b'{"messages":[{"role":"user","content":"a"}],"model":"tokens","tools":[{"type":"function","function":{"name":"f","parameters":%b}}]}',
+        b'{"messages":[{"role":"user","content":"a"}],"max_tokens":2,"model":"tokens","functions":%b}',
+        b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"a","tool_calls":%b}],"model":"tokens"}',
+        b'{"messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":%b}]}],"model":"tokens","max_tokens":2}',
+        b'{"messages":[{"role":"user","content":"a"}],"model":"tokens","max_tokens":2,"tools":[{"name":"f","input_schema":%b}]}',
+        b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":%b}]},{"role":"user","content":"a"}],"model":"tokens","max_tokens":2}',
         b'{"inputs":"a","parameters":{"max_new_tokens":2,"stop":%b}}',
         b'{"inputs":"a","parameters":%b}',
         b'{"inputs":"a","parameters":{"max_new_tokens":2,"grammar":{"type":"json","value":%b}}}',
@@ -123,6 +133,11 @@ PLACES: dict[str, tuple[bytes, ...]] = {
         b'{"input":%b,"model":"tokens"}',
         b'{"input":"a","instructions":%b,"model":"tokens","max_output_tokens":2}',
         b'{"input":[{"role":"user","content":%b}],"model":"tokens","max_output_tokens":2}',
+        b'{"input":"a","model":"tokens","tools":%b}',
+        b'{"input":"a","model":"tokens","tools":[{"type":"function","name":"f","parameters":%b}]}',
+        b'{"input":"a","model":"tokens","text":{"format":{"type":"json_schema","schema":%b}}}',
+        b'{"input":[{"type":"function_call","call_id":"a","name":"f","arguments":%b}],"model":"tokens"}',
+        b'{"input":[{"type":"function_call_output","call_id":"a","output":%b}],"model":"tokens"}',
         b'{"messages":[{"role":"user","content":"a"}],"system":%b,"model":"tokens","max_tokens":2}',
         b'{"tokens":%b,"model":"tokens"}',
         b'{"query":"a","documents":%b,"model":"pairs"}',
@@ -195,7 +210,10 @@ ROWS: dict[str, tuple[str, bytes]] = {
     ),
 }
 """Where requests for rows of one number go, and what they are."""
-ADMIN_PLACES = (b'{"parameters":%b}', b'{"trace_level":%b}', b'{"key":%b,"byte_size":8}', b'{"x":%b}')
+ADMIN_PLACES = (
+    b'{"parameters":%b}', b'{"trace_level":%b}', b'{"key":%b,"byte_size":8}', b'{"x":%b}',
+    b'{"traffic":%b}', b'{"sticky":%b}', b'{"shadow":%b}',
+)  # fmt: skip
 BODIES: dict[str, Callable[[int], tuple[bytes, tuple[tuple[str, str], ...]]]] = {
     "whitespace": lambda n: (b" " * n, ()),
     "garbage": lambda n: (random.Random(1).randbytes(n), ()),

@@ -19,11 +19,14 @@ from tests.faults.costs import Cost, Costs, ask_http, ask_rpc, costly_server
 from tests.running import until
 
 QUICK_BYTES, FULL_BYTES = 1_000_000, 10_000_000
+ON_THE_LOOP_BYTES = 65_000
+"""The largest body of text that is read on the loop: a larger one is read in a thread."""
 QUICK_SHAPES = 3  # of each route; of an RPC as many
 OTHERS = 16  # of each route that takes no tensors, in the long run
 TRIES = 3
 BATCH_ROWS = 32  # of the model `free`
 ROUTES, RPCS = shapes.routes(), shapes.rpcs()
+INFERRING = [route for route in ROUTES if route.infers]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +150,12 @@ def named(routes: Sequence[shapes.Route]) -> list[str]:
 @pytest.mark.parametrize("route", ROUTES, ids=named(ROUTES))
 def test_ten_megabytes_of_every_shape_to_a_route(costs: Costs, route: shapes.Route) -> None:
     check_route(costs, route, FULL_BYTES, 0 if route.infers else OTHERS)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("route", INFERRING, ids=named(INFERRING))
+def test_the_largest_that_is_read_on_the_loop_to_a_route(costs: Costs, route: shapes.Route) -> None:
+    check_route(costs, route, ON_THE_LOOP_BYTES, 0)
 
 
 @pytest.mark.torture

@@ -41,7 +41,7 @@ from fastserve.dialects.openai.requests import (
     make_chat_task,
     refused_keys,
 )
-from fastserve.dialects.openai.tools import ToolCall, ToolPlaces, name_results, plan_calls
+from fastserve.dialects.openai.tools import ToolCall, ToolPlaces, check_count, name_results, plan_calls
 from fastserve.dialects.text_common.endpoint_parts import (
     BOUNDS,
     BodyUse,
@@ -222,6 +222,7 @@ def _make_task(body: TokensRequest, most_stops: int, **settings: Any) -> Complet
 
 def _write_tools(tools: list[OfferedTool]) -> Raw | UnsetType:
     """Return tools as a chat has them."""
+    check_count(tools)
     written = []
     for i, tool in enumerate(tools):
         own = tool.type in (None, "custom")

@@ -46,6 +46,7 @@ from fastserve.dialects.openai.tools import (
     CalledFunction,
     ToolCall,
     ToolPlaces,
+    check_count,
     name_results,
     write_past_call,
 )
@@ -190,6 +191,7 @@ def read_responses(data: bytes | bytearray, most_stops: int) -> CompletionTask:
 
 def _write_tools(tools: list[ResponseTool]) -> Raw | UnsetType:
     """Return tools as a chat has them. Raises InvalidBody."""
+    check_count(tools)
     written = []
     for i, tool in enumerate(tools):
         own = tool.type == "function"

@@ -180,11 +180,18 @@ class ToolUse:
         return frozenset(function.name for function in self.functions)
 
 
+def check_count(tools: Sequence[object], key: str = "tools") -> None:
+    """Refuse more tools than a request may have, before any is looked at. Raises InvalidBody."""
+    most = f"has {len(tools)} items, allowed: at most {MOST_TOOLS}"
+    check(len(tools) <= MOST_TOOLS, key, most)
+
+
 def write_functions(functions: Raw) -> Raw:
     """Return functions of OpenAI's older form as tools. Raises InvalidBody."""
     size = len(memoryview(functions))
     check(size <= MOST_TOOL_BYTES, "functions", f"have {size} bytes, allowed: at most {MOST_TOOL_BYTES}")
     given = read_typed(_FUNCTIONS, b'{"functions":%b}' % bytes(functions)).functions
+    check_count(given, "functions")
     return Raw(_encode([{"type": "function", "function": each} for each in given]))
 
 
@@ -254,8 +261,7 @@ def _read_choice(raw: Raw | UnsetType, key: str) -> ChoiceWord | NamedChoice:
 
 def _read_list(text: bytes, places: ToolPlaces) -> list[ToolDefinition]:
     tools = read_typed(_LIST, text).tools
-    most = f"has {len(tools)} items, allowed: at most {MOST_TOOLS}"
-    check(len(tools) <= MOST_TOOLS, places.tools, most)
+    check_count(tools, places.tools)
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         place, name = f"{places.tools}[{i}]", tool.function.name

@@ -155,6 +155,7 @@ def test_logprobs_of_a_response(client: openai.OpenAI, stream: bool) -> None:
         ({"tools": [{"name": "a b"}]}, "tools[0].name", "must be 1 to 64 letters"),
         ({"tools": [{"name": "f", "parameters": []}]}, "tools[0].parameters", "must be an object"),
         ({"tools": [{"name": "f"}]}, "tools", "has no place for tools"),
+        ({"tools": [{}] * 5000}, "tools", "has 5000 items, allowed: at most 128"),  # before they are written
         ({"tool_choice": "required"}, "tool_choice", "wants `tools`"),
         (
             {"tools": [{"name": "f"}], "tool_choice": {"type": "web_search_preview"}},
