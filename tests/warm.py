@@ -59,7 +59,8 @@ WORKER_MODULES = (
     "fastserve.workers.thread_host", "fastserve.backends.frameworks.python",
 )  # fmt: skip
 TORCH_MODULES = (
-    "torch", *IMPORTED, "fastserve.backends.frameworks.torch", "tests.devices.simulated_worker",
+    "torch", *IMPORTED["torch and transformers"], "fastserve.backends.frameworks.torch",
+    "tests.devices.simulated_worker",
 )  # fmt: skip
 WORKER, FRONT = "fastserve.workers.main", "fastserve.server.front_process"
 SIMULATED = "tests.devices.simulated_worker"
