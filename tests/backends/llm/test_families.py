@@ -103,7 +103,7 @@ def form_of(engine: TransformersBackend) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "tokens"), [(3, 16), pytest.param(20, 64, marks=pytest.mark.torture)], ids=["few", "many"]
+    ("count", "tokens"), [(3, 8), pytest.param(20, 64, marks=pytest.mark.torture)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_is_generate(tmp_path: Path, name: str, count: int, tokens: int) -> None:

@@ -24,7 +24,7 @@ from tests.backends.llm.folders import VOCAB, generate, make_config, read_model,
 from tests.backends.llm.outs import ask, run
 from tests.backends.llm.test_drafts import follow
 
-TOKENS = 24
+TOKENS = 10
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 MODULES = {
@@ -151,7 +151,7 @@ def compare(engine: TransformersBackend, models: dict[str, Any], tokens: int = T
     assert len({tuple(said) for said in expected[:4]}) == 4  # the adapters matter
     heard = run(engine, [asked_of(name, rid, ids, tokens) for rid, (name, ids) in enumerate(asked)])
     assert [heard.tokens[rid] for rid in range(len(asked))] == expected
-    for rid, (name, ids) in list(enumerate(asked))[:8]:
+    for rid, (name, ids) in list(enumerate(asked))[:4]:
         assert run(engine, [asked_of(name, rid, ids, tokens)]).tokens[rid] == expected[rid]
 
 
@@ -167,14 +167,14 @@ def test_adapters_and_the_model_in_one_batch_are_merged_models(family: tuple[Pat
 
 @pytest.mark.parametrize("name", ["llama", "glm"])
 def test_adapters_add_to_int8_weights(tmp_path: Path, name: str) -> None:
-    """As in test_families, over fewer tokens: an input that lies between two numbers of 7 bits is rounded to
+    """As in test_families, over few tokens: an input that lies between two numbers of 7 bits is rounded to
     either, as products of other shapes have it."""
     model = save_family(tmp_path, name)
     models = {"": adapt_int8(model, None, 0)}
     for adapter, scale in zip(NAMES, SCALES, strict=True):
         models[adapter] = adapt_int8(model, tmp_path / "adapters" / adapter, scale)
     engine = load(tmp_path, quantization="int8")
-    compare(engine, models, 12)
+    compare(engine, models)
     engine.close()
 
 
