@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class Model:
         try:
             while not fastserve.cancelled():
                 yield {"y": inputs["x"]}
-                time.sleep(0.001)
+                time.sleep(0.005)
         finally:
             (self.folder / "gone").write_text("1")
 """
@@ -138,6 +139,7 @@ class Model:
             yield None
         for token in range(1, 1 << 20):
             yield token, f"{token} "
+            time.sleep(0.005)
 """
 
 
@@ -148,8 +150,8 @@ def write_triton(place: Path, model: str, config: str, folder: Path) -> None:
     (place / "config.pbtxt").write_text(f"{config}\n{parameters}\n")
 
 
-def write_models(folder: Path) -> Path:
-    """Every model of this file; each has a folder of its own for what it has seen."""
+def write_models(folder: Path, *names: str) -> Path:
+    """These models of this file; each has a folder of its own for what it has seen."""
     models = folder / "models"
     for name in ("held", "after", "joined"):
         (folder / name).mkdir()
@@ -170,6 +172,9 @@ def write_models(folder: Path) -> Path:
     (models / "story" / "1" / "model.py").write_text(TEXT)
     text = "backend: text_python\ntext: {tokenizer: words, max_new_tokens: 1000000, max_tokens: 2000000}\n"
     (models / "story" / "model.yaml").write_text(text)
+    for place in models.iterdir():
+        if place.name not in names:  # each would be a worker that nobody asks
+            shutil.rmtree(place)
     return models
 
 
@@ -184,9 +189,11 @@ def asked(value: float, **parameters: Any) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path, **changes: Any) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+async def opened(
+    folder: Path, *names: str, **changes: Any
+) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
     async with contextlib.AsyncExitStack() as stack:
-        at = await stack.enter_async_context(serving(write_models(folder), **changes))
+        at = await stack.enter_async_context(serving(write_models(folder, *names), **changes))
         client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{at.port}", timeout=WAIT_S)
         yield at, await stack.enter_async_context(client)
         for name in ("held", "after", "joined", "steady"):
@@ -200,7 +207,7 @@ def infer(http: httpx.AsyncClient, model: str, value: float, time: str = "") -> 
 
 def test_steps_and_calls_end_with_their_request(tmp_path: Path) -> None:
     async def work() -> None:
-        async with opened(tmp_path) as (at, http):
+        async with opened(tmp_path, "held", "after", "chain", "caller", "caller_async") as (at, http):
             assert (await infer(http, "chain", 1.0)).status_code == 200
             for model in ("chain", "caller", "caller_async"):
                 late = await infer(http, model, HELD, "0.3")
@@ -229,7 +236,7 @@ def test_steps_and_calls_end_with_their_request(tmp_path: Path) -> None:
 
 def test_rows_of_one_batch_are_told_apart(tmp_path: Path) -> None:
     async def work() -> None:
-        async with opened(tmp_path) as (at, http):
+        async with opened(tmp_path, "joined") as (at, http):
             stays, leaves = infer(http, "joined", HELD), infer(http, "joined", HELD - 1)
             folder = tmp_path / "joined"
             await at.until(lambda: len(seen(folder)) == 2)
@@ -245,8 +252,8 @@ def test_rows_of_one_batch_are_told_apart(tmp_path: Path) -> None:
 
 def test_answers_in_parts_end(tmp_path: Path) -> None:
     async def work() -> None:
-        async with opened(tmp_path) as (at, http):
-            body, headers = {"x": [1.0, 2.0]}, {"X-Request-Timeout": "0.4"}
+        async with opened(tmp_path, "parts") as (at, http):
+            body, headers = {"x": [1.0, 2.0]}, {"X-Request-Timeout": "2"}
             path = "/v2/models/parts/generate_stream"
             async with http.stream("POST", path, json=body, headers=headers) as reply:
                 assert reply.status_code == 200
@@ -271,7 +278,7 @@ def test_text_ends(tmp_path: Path, path: str, body: dict[str, Any], where: tuple
     """In the API's own form, as one answer; a stream that has begun ends with an error in its form."""
 
     async def work() -> None:
-        async with opened(tmp_path) as (at, http):
+        async with opened(tmp_path, "story") as (at, http):
             late = await http.post(path, json=body, headers={"X-Request-Timeout": "0.3"})
             assert late.status_code == 504, late.text
             told: Any = late.json()
@@ -280,7 +287,7 @@ def test_text_ends(tmp_path: Path, path: str, body: dict[str, Any], where: tuple
             assert "0.3 s" in told
             await at.until(at.is_clean)
             streams, target = {**body, "stream": True}, path.replace("/generate", "/generate_stream")
-            headers = {"X-Request-Timeout": "0.5"}
+            headers = {"X-Request-Timeout": "2"}
             async with http.stream("POST", target, json=streams, headers=headers) as reply:
                 lines = [line async for line in reply.aiter_lines() if line]
             assert reply.status_code == 200
@@ -302,7 +309,7 @@ def test_text_ends_whoever_notices_first(
         monkeypatch.setattr(RequestTimeout, "__exit__", lambda *_: None)
 
     async def work() -> None:
-        async with opened(tmp_path) as (at, http):
+        async with opened(tmp_path, "story") as (at, http):
             parameters = {"max_new_tokens": 900000}
             body = {"model": "story", "prompt": "x", "max_tokens": 900000}
             body = body if path.startswith("/v1") else {"inputs": "x", "parameters": parameters}
@@ -316,7 +323,7 @@ def test_text_ends_whoever_notices_first(
 
 def test_a_late_request_ends_its_sequence(tmp_path: Path) -> None:
     async def work() -> None:
-        async with opened(tmp_path) as (at, http):
+        async with opened(tmp_path, "steady") as (at, http):
             folder, path = tmp_path / "steady", "/v2/models/steady/infer"
             first = asyncio.ensure_future(
                 http.post(path, json=asked(HELD, sequence_id=7, sequence_start=True))
@@ -340,7 +347,7 @@ def test_the_server_sets_times(tmp_path: Path) -> None:
     limits = Limits(request_timeout_s=0.3, most_request_timeout_s=0.6)
 
     async def work() -> None:
-        async with opened(tmp_path, limits=limits) as (_, http):
+        async with opened(tmp_path, "held", limits=limits) as (_, http):
             for asked_for, told in (("", "0.3 s"), ("60", "0.6 s")):
                 late = await infer(http, "held", HELD, asked_for)
                 assert late.status_code == 504
