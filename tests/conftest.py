@@ -226,7 +226,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("lingers"):
         return
     gained = before.gained()
-    # Perhaps only waiting for the collector. What a test has made is young; looking at all there is takes 0.2 s
+    # Perhaps only waiting for the collector. What a test has made is young; to look at all takes 0.2 s
     # of CPU where torch is imported. A server's thread is given a moment before that, to close its end.
     for generation in range(len(gc.get_count())):
         if not gained:
