@@ -9,6 +9,10 @@
 a second, for keys that did something. Each front writes the administrative calls of its own clients as they
 end. Of refused ones it writes MOST_REFUSED a second, so that strangers neither fill the disk nor hide what
 others do.
+
+While the disk is full, lines wait: MOST_WAITING of administrative calls, beyond which they are omitted, and
+the usage since then, which is one line a key. Half a line that a full disk has left is ended, and written
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import asyncio
 import json
 import logging
 import os
-from collections import Counter
+from collections import Counter, deque
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from fastserve.util.rate_limited_log import RateLimitedLog
 log = logging.getLogger(__name__)
 EVERY_S = 1.0
 MOST_REFUSED = 100
+MOST_WAITING = 1000
 REFUSED = frozenset((401, 403, 429, "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"))
 CALL_CHARACTERS = 300
 USED = {
@@ -47,7 +52,9 @@ class AuditLog:
     def __init__(self, path: Path, counts: Registry | None) -> None:
         self._path, self._counts = path, counts
         self._file = -1
-        self._refused = self._omitted = 0  # in this second
+        self._refused = self._omitted = 0  # in this second; omitted ones until that is written
+        self._waiting: deque[bytes] = deque()  # lines that are not written
+        self._is_cut = False  # the file ends in half a line of this front's
         self._used: list[Counter[str]] = [Counter() for _ in USED]
         self._errors: Counter[tuple[str, str]] = Counter()
         self._limited_log = RateLimitedLog(log)
@@ -70,6 +77,9 @@ class AuditLog:
                 self._omitted += 1
                 return
             self._refused += 1
+        if len(self._waiting) >= MOST_WAITING:
+            self._omitted += 1
+            return
         shown = call.partition("?")[0][:CALL_CHARACTERS]
         self._write([{"event": "admin", "key": key, "call": shown, "status": status}])
 
@@ -78,6 +88,8 @@ class AuditLog:
         if self._timer is not None:
             self._timer.cancel()
         self._turn()
+        if self._waiting:
+            log.error("the audit log has lost lines: %s: %d", self._path, len(self._waiting))
         os.close(self._file)
         self._file = -1
 
@@ -89,10 +101,13 @@ class AuditLog:
         self._turn()
 
     def _turn(self) -> None:
+        self._refused = 0
+        if not self._write([]):  # usage adds up meanwhile
+            return
         lines: list[dict[str, Any]] = []
         if self._omitted:
             lines.append({"event": "omitted", "admin": self._omitted})
-        self._refused = self._omitted = 0
+        self._omitted = 0
         if self._counts is not None:
             used, errors = self._grown()
             by_key: dict[str, dict[str, int]] = {}
@@ -120,15 +135,29 @@ class AuditLog:
         self._used, self._errors = used, errors
         return grown
 
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Append lines, each whole; to a new file where somebody has moved the old one away."""
+    def _write(self, lines: list[dict[str, Any]]) -> bool:
+        """Append lines behind those that wait, to a new file if somebody has moved the old one away. Return
+        whether none waits."""
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        text = "".join(json.dumps({"at": at, **line}) + "\n" for line in lines)
+        self._waiting += [json.dumps({"at": at, **line}).encode() + b"\n" for line in lines]
         try:
-            self._reopen()
-            os.write(self._file, text.encode())
+            while self._waiting:
+                self._reopen()
+                self._note_written(os.write(self._file, b"\n" * self._is_cut + b"".join(self._waiting)))
         except OSError as fault:
-            self._limited_log.warn("the audit log has lost lines: %s: %s", self._path, fault.strerror)
+            count = len(self._waiting)
+            text = "the audit log cannot be written, %d lines wait: %s: %s"
+            self._limited_log.warn(text, count, self._path, fault.strerror)
+        return not self._waiting
+
+    def _note_written(self, nbytes: int) -> None:
+        """Drop the lines that are written whole."""
+        if not nbytes:
+            return
+        nbytes -= self._is_cut
+        while self._waiting and nbytes >= len(self._waiting[0]):
+            nbytes -= len(self._waiting.popleft())
+        self._is_cut = nbytes > 0
 
     def _reopen(self) -> None:
         try:
@@ -139,7 +168,7 @@ class AuditLog:
             pass
         fresh = self._open()
         os.close(self._file)
-        self._file = fresh
+        self._file, self._is_cut = fresh, False
 
     def _open(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

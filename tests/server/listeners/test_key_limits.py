@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -25,7 +26,7 @@ import httpx
 import pytest
 
 from fastserve.engine import BatchQueue, fast_queue_of
-from fastserve.metrics import names
+from fastserve.metrics import Registry, names
 from fastserve.net.access_control import Scope
 from fastserve.protos import load
 from fastserve.server import Server, audit_log
@@ -910,6 +911,43 @@ def test_the_metrics_page_and_the_audit_log(tmp_path: Path) -> None:
         for headers in (good, other, rare):
             assert headers["authorization"].split()[1] not in text
     assert oct(audit.stat().st_mode)[-3:] == "600"
+
+
+@pytest.mark.logs_errors
+def test_lines_of_the_audit_log_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes half a line, then nothing: all is there once it has room, of calls that may wait."""
+    monkeypatch.setattr(audit_log, "MOST_WAITING", 3)
+    registry, path, room = Registry(), tmp_path / "audit.log", 50
+
+    async def work() -> None:
+        file = audit_log.AuditLog(path, registry)
+        file.open()
+        file.note("ops", "POST /before", 200)
+        size, limits = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+        try:
+            for number in range(5):
+                file.note("ops", f"POST /{number}", 200)
+            for _ in range(2):
+                registry.counters(names.KEY_REQUESTS).of("team").add(2)
+                file._turn()
+            assert path.stat().st_size == size + room
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        file._turn()
+        file.note("ops", "POST /after", 200)
+        file.close()
+
+    run(work())
+    lines = path.read_text().splitlines()
+    half = lines.pop(1)
+    assert (len(half), half) == (room, lines[1][:room])
+    told = [json.loads(line) for line in lines]
+    calls = [f"POST /{name}" for name in ("before", 0, 1, 2, "after")]
+    assert [line["call"] for line in told if line["event"] == "admin"] == calls
+    assert [line["admin"] for line in told if line["event"] == "omitted"] == [2]
+    assert [line["requests"] for line in told if line["event"] == "usage"] == [4]
+    registry.close()
 
 
 def test_refusals_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
