@@ -28,6 +28,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
+from fastserve.util.memory import new_files
 from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
@@ -229,16 +230,11 @@ class AcceptBalancer:
 
     @classmethod
     def create(cls, fronts: int) -> AcceptBalancer:
-        """Return the owner's balancer, of a new table and new inboxes."""
-        fds = [os.memfd_create("fastserve-accept", os.MFD_CLOEXEC)]
-        try:
-            os.ftruncate(fds[0], ConnectionTable.size(fronts))
+        """Return the owner's balancer, of a new table and new inboxes. Raises ServeError where there is no
+        memory for them."""
+        with new_files("fastserve-accept", ConnectionTable.size(fronts)) as fds:
             for _ in range(fronts):
                 fds += ConnectionInbox.make()
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
         return cls(0, fronts, fds)
 
     def fds(self) -> list[int]:

@@ -91,9 +91,12 @@ class TraceFile:
     def close(self) -> None:
         """End the list in the file."""
         file, self._open = self._open, None
-        if file is not None:
-            file.write(b"]")
-            file.close()
+        try:
+            if file is not None:
+                with file:  # closed also where there is no room for what is left
+                    file.write(b"]")
+        except OSError as error:
+            log.error("traces are lost: %s", error.strerror)
 
 
 class ScopeCounters:

@@ -45,6 +45,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from fastserve.errors import Kind, ServeError
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -240,16 +242,29 @@ def proportional_bytes(pid: int) -> int:
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def make_shared_file(name: str, nbytes: int) -> int:
-    """Return the descriptor of a new file of zeros; its pages are allocated as they are written."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+@contextmanager
+def new_files(name: str, nbytes: int, flags: int = 0) -> Iterator[list[int]]:
+    """Yield a list with the descriptor of a new file of zeros; its pages are allocated as they are written.
+    Descriptors in the list are closed where the block raises; an OSError becomes ServeError UNAVAILABLE."""
+    fds: list[int] = []
     try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)  # nobody can shrink it under a reader (SIGBUS)
-    except BaseException:
-        os.close(fd)
+        fds.append(os.memfd_create(name, os.MFD_CLOEXEC | flags))
+        os.ftruncate(fds[0], nbytes)
+        yield fds
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, OSError):
+            text = f"no shared memory of {nbytes} bytes for {name}: {error.strerror}"
+            raise ServeError(Kind.UNAVAILABLE, text) from None
         raise
-    return fd
+
+
+def make_shared_file(name: str, nbytes: int) -> int:
+    """Return the descriptor of a new file of zeros. Raises ServeError where there is no memory for it."""
+    with new_files(name, nbytes, os.MFD_ALLOW_SEALING) as fds:
+        fcntl.fcntl(fds[0], fcntl.F_ADD_SEALS, SEALS)  # nobody can shrink it under a reader (SIGBUS)
+    return fds[0]
 
 
 def map_shared_file(fd: int) -> mmap.mmap:

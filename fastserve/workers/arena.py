@@ -22,6 +22,7 @@ from fastserve._ext.batch_ring import BatchRing
 from fastserve.backends.registry import find_backend
 from fastserve.settings.model_options import TextOptions, read_options
 from fastserve.tensor import TensorSpec
+from fastserve.util.memory import new_files
 from fastserve.workers.pinning import NO_NODE, prefer_node
 from fastserve.workers.trace_notes import KEY_BYTES, TraceNotes
 
@@ -189,16 +190,15 @@ class Arena:
     @classmethod
     def create(cls, geometry: Geometry, node: int = NO_NODE) -> Arena:
         """Create an arena with its doorbells, all descriptors close-on-exec; `node` is preferred for its
-        memory."""
-        layout = _layout(geometry)
-        memory_fd = os.memfd_create("fastserve-arena", os.MFD_CLOEXEC)
+        memory. Raises ServeError where there is no memory for it."""
+        layout, workers = _layout(geometry), geometry.workers
         ring_bytes = -(-batch_ring.measure(**layout) // mmap.PAGESIZE) * mmap.PAGESIZE
         notes_bytes = TraceNotes.measure(geometry.slots, geometry.fronts, geometry.max_rows)
-        os.ftruncate(memory_fd, ring_bytes + notes_bytes)
-        os.pwrite(memory_fd, os.urandom(KEY_BYTES), ring_bytes)
-        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        bells = [[os.eventfd(0, flags) for _ in range(n)] for n in (geometry.workers, geometry.fronts)]
-        arena = cls(geometry, memory_fd, *bells)
+        with new_files("fastserve-arena", ring_bytes + notes_bytes) as fds:
+            os.pwrite(fds[0], os.urandom(KEY_BYTES), ring_bytes)
+            for _ in range(workers + geometry.fronts):
+                fds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            arena = cls(geometry, fds[0], fds[1 : 1 + workers], fds[1 + workers :])
         if node != NO_NODE:
             prefer_node(arena.memory, node)  # before anything is touched
         layout |= {"max_delay_ns": geometry.max_delay_ns, "max_queued": geometry.max_queued}

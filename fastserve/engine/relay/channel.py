@@ -30,6 +30,7 @@ from typing import Any
 
 from fastserve._ext.message_ring import MessageRing, ring_bytes
 from fastserve._ext.slab import PAGE_BYTES, SlabPool, pool_bytes
+from fastserve.util.memory import new_files
 from fastserve.util.rate_limited_log import run_all
 
 RING_TICKETS = 2048
@@ -87,17 +88,12 @@ class RelayChannel:
     @classmethod
     def create(cls, pool_size: int, *, tickets: int = RING_TICKETS) -> RelayChannel:
         """Create a channel with `pool_size` bytes of request memory and as much reply memory: its owner's
-        end."""
+        end. Raises ServeError where there is no memory for it."""
         pages = max(pool_size // PAGE_BYTES, 1)
-        fds = [os.memfd_create("fastserve-relay", os.MFD_CLOEXEC)]
-        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        try:
-            os.ftruncate(fds[0], channel_bytes(pages, tickets))
-            fds += [os.eventfd(0, flags), os.eventfd(0, flags)]
+        with new_files("fastserve-relay", channel_bytes(pages, tickets)) as fds:
+            for _ in range(2):
+                fds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
             return cls(pages, tickets, fds, owner=True)
-        except BaseException:
-            _close_all(fds)
-            raise
 
     @classmethod
     def join(cls, message: Mapping[str, Any], fds: Sequence[int]) -> RelayChannel:

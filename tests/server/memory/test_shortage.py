@@ -1,10 +1,16 @@
 """Memory of the host that runs out, for real, in models of every kind: each request is told 503 and when to
-come again, the batch is counted, and the worker answers the next one."""
+come again, the batch is counted, and the worker answers the next one. Shared memory that is not given stops a
+load or a start, in words that say so, and nothing that runs."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,7 +22,9 @@ import tritonclient.grpc as triton_grpc
 import yaml
 from onnx import TensorProto, helper
 
+from tests import proc
 from tests.running import Running, until
+from tests.torture.test_front_kills import fronts_of
 
 HUGE = 1 << 44  # bytes; no machine has them
 PLAIN = """
@@ -167,3 +175,63 @@ def test_over_grpc(served, model):
     ):
         client.infer(model, [given])
     assert told.value.status() == "StatusCode.INTERNAL"
+
+
+BACK = """
+class Model:
+    def __init__(self, config):
+        pass
+    def run(self, inputs):
+        return {"y": inputs["x"]}
+"""
+
+
+NO_ROOM = r"no shared memory of \d+ bytes for fastserve-(\w+): File too large"
+
+
+def limit_files(pid: int, nbytes: int) -> None:
+    """Let no file of a process and its children be larger: a full disk, and no room for shared memory."""
+    for one in (pid, *proc.children_of(pid)):
+        resource.prlimit(one, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("nbytes", [4096, 1 << 20])
+def test_no_shared_memory_at_run_time(tmp_path, nbytes):
+    """A load, and a front process that has died, say what is missing, and come once there is room; nothing
+    that runs is affected. The least limit stops the first file of a load, the other the arena."""
+    models, logs = tmp_path / "models", tmp_path / "requests"
+    write(models, "here", BACK, [1], cache=True, request_log={"sample": 1.0})
+    write(models, "later", BACK, [-1])
+    options = ["--frontends", "2", "--model-control", "explicit", "--load-model", "here"]
+    with Running(models, tmp_path / "log", *options, "--request-log-folder", str(logs)) as served:
+        until(lambda: len(fronts_of(served)) == 1, "every front is there")
+        assert infer(served, "here", 1.0)[0] == 200
+        until(lambda: list(logs.glob("here*.jsonl")), "the request is logged")
+        limit_files(served.pid, nbytes)
+        what = "counts" if nbytes == 4096 else "arena"
+        held = []
+        for _ in range(8):
+            status, _, body = ask(served, "/v2/repository/models/later/load", b"{}")
+            assert (status, re.search(NO_ROOM, body.decode())[1]) == (400, what)
+            held.append(len(os.listdir(f"/proc/{served.pid}/fd")))
+        assert held[-1] < held[0] + 4, held  # an arena has three
+        os.kill(fronts_of(served)[0], signal.SIGKILL)
+        words = "front process 1 could not be started: no shared memory of"
+        until(lambda: words in served.log.read_text(), "the front finds no room")
+        for value in range(40):
+            status, _, body = infer(served, "here", float(value))
+            assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [value])
+        limit_files(served.pid, resource.RLIM_INFINITY)
+        until(lambda: len(fronts_of(served)) == 1, "the front is back")
+        assert ask(served, "/v2/repository/models/later/load", b"{}")[0] == 200
+        assert infer(served, "later", 3.0)[0] == 200
+        assert "loading failed" not in served.log.read_text(), "that is said of faults of the server's own"
+
+
+def test_no_shared_memory_at_the_start(tmp_path):
+    write(tmp_path / "models", "here", BACK, [1])
+    command = [sys.executable, "-m", "fastserve.cli", "serve", str(tmp_path / "models"), "--frontends", "2"]
+    shell = ["sh", "-c", 'ulimit -f 64; exec "$@"', "sh", *command, "--http", "127.0.0.1:0", "--grpc", "off"]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(f"fastserve: {NO_ROOM}\n", done.stderr)
