@@ -236,6 +236,7 @@ IGNORED = (
     "length_penalty",
     "early_stopping",
     "cache_salt",
+    "max_tool_calls",
     "request_id",
     "kv_transfer_params",
     "access_programs",
@@ -247,7 +248,7 @@ IGNORED = (
     "workspace_id",
 )
 """Keys that do not change an answer here: identity of the client, storage, caching, place and price of the
-computation, hints, and options of beam search."""
+computation, hints, options of beam search, and a bound on calls of tools that the server runs."""
 
 
 def refused_keys(kind: type[msgspec.Struct]) -> tuple[str, ...]:

@@ -146,7 +146,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: Refused = UNSET
     tools: list[ResponseTool] | None = None
     tool_choice: ToolKey = UNSET
-    max_tool_calls: Refused = UNSET
     prompt: Refused = UNSET
     truncation: Refused = UNSET
     context_management: Refused = UNSET

@@ -162,7 +162,6 @@ def test_logprobs_of_a_response(client: openai.OpenAI, stream: bool) -> None:
             "tool_choice.type",
             "'web_search_preview' is not supported",
         ),
-        ({"max_tool_calls": 3}, "max_tool_calls", "is not supported"),
         ({"truncation": "auto"}, "truncation", "is not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
         ({"include": ["reasoning.encrypted_content"]}, "include[0]", "'reasoning.encrypted_content' is not"),
@@ -200,7 +199,7 @@ def test_keys_of_a_response_that_are_refused(server: Local, more: Any, param: st
 def test_keys_of_a_response_may_ask_for_nothing(server: Local) -> None:
     nothing = {
         "store": False, "background": False, "tools": [], "tool_choice": "auto", "truncation": "disabled",
-        "previous_response_id": None, "text": {"format": {"type": "text"}}, "user": "x",
+        "previous_response_id": None, "text": {"format": {"type": "text"}}, "user": "x", "max_tool_calls": 3,
         "stream_options": {"include_obfuscation": True}, "reasoning": {"effort": "low", "summary": "auto"},
     }  # fmt: skip
     assert ask(server, **nothing).status == 200

@@ -221,6 +221,13 @@ def test_openais_parse(client: openai.OpenAI) -> None:
         )
         (call,) = found.choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, outer)
+    asked: Any = {"model": "hermes", "input": "hi", "max_output_tokens": 300}
+    shown: Any = [openai.pydantic_function_tool(outer)]
+    (called,) = client.responses.parse(
+        **asked, tools=shown, tool_choice="required", parallel_tool_calls=False
+    ).output
+    assert isinstance(called.parsed_arguments, outer)
+    assert isinstance(client.responses.parse(**asked, text_format=inner).output_parsed, inner)
 
 
 def test_openais_stream(client: openai.OpenAI) -> None:
@@ -403,6 +410,18 @@ def test_a_strict_tool_of_bare_calls(tmp_path: Path, has_token: bool) -> None:
     one = ToolUse([], [ToolFunction("count", parameters, True)], parallel=False)
     assert takes(one, LLAMA_GOOD)
     assert not takes(one, f"{LLAMA_GOOD};{LLAMA_GOOD}")
+
+
+@pytest.mark.parametrize("model", ["hermes", "llama3", "mistral"])
+def test_words_beside_a_strict_tool(server: Served, model: str) -> None:
+    """The worker takes the grammar, and the model, whose words are no calls, says what it says without."""
+    given = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    said = [
+        server.chat(model=model, tools=[tool("count", given, strict=strict)], temperature=0, max_tokens=9)
+        for strict in (True, False)
+    ]
+    texts = [each["choices"][0]["message"]["content"] for each in said]
+    assert texts[0] == texts[1] != ""
 
 
 def test_without_a_strict_tool_auto_is_free() -> None:

@@ -352,10 +352,9 @@ def test_openais_helpers_of_responses(client: openai.OpenAI) -> None:
         assert [event.type for event in stream] == EVENTS
         assert said_in(stream.get_final_response()) == ITEMS
     weather = pydantic.create_model("get_weather", city=(str, ...))
-    shown: Any = openai.pydantic_function_tool(weather)
-    flat: Any = {"type": "function", **shown["function"]}
-    found = client.responses.parse(model="m1", input="hi", tools=[flat])
-    assert found.output[1].parsed_arguments == weather(city="Paris").model_dump()
+    shown: Any = [openai.pydantic_function_tool(weather)]
+    found = client.responses.parse(model="m1", input="hi", tools=shown)
+    assert found.output[1].parsed_arguments == weather(city="Paris")
 
 
 @pytest.mark.parametrize("stream", [False, True])
