@@ -27,7 +27,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 OPTIONAL = {
     *("catboost", "flask", "joblib", "lightgbm", "llguidance"),
     *("obstore", "onnxruntime", "pandas", "pillow", "pyzmq", "ray"),
-    *("safetensors", "scikit-learn", "skops", "tensorflow", "torch", "transformers", "treelite"),
+    *("safetensors", "scikit-learn", "scipy", "skops", "tensorflow", "torch", "transformers", "treelite"),
     *("werkzeug", "xgboost"),
 }
 # Of client commands; no process of a server imports it.

@@ -293,7 +293,7 @@ class CompletionTask:
     """The place of each image in the body, and its reference."""
     tools: ToolUse | None = None
     older: bool = False
-    """Whether calls are told as OpenAI did before tools."""
+    """Whether calls are written as OpenAI did before tools."""
     logprobs: int = -1
     echo: bool = False
     suffix: str = ""

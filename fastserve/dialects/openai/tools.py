@@ -517,7 +517,7 @@ class _GrammarText:
         for i, function in enumerate(functions):
             before = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
             begun = json.dumps(before)
-            if form.bare and not strictly:  # white space apart would be text to the lexer
+            if form.bare and not strictly:  # white space of its own would be text to the lexer
                 begun = f"B{i}"
                 written.append(f"{begun}: /\\s*{re.escape(before)}/")
             keywords = keywords_of(function) if strictly or function.strict else {"type": OBJECT}
