@@ -25,6 +25,7 @@ cdef extern from "forest_walk.h" namespace "forest" nogil:
         LINK_SIGMOID "forest::SIGMOID"
         LINK_SOFTMAX "forest::SOFTMAX"
         LINK_EXPONENTIAL "forest::EXPONENTIAL"
+        LINK_BOUNDED_SIGMOID "forest::BOUNDED_SIGMOID"
 
     cdef struct Arrays:
         int64_t nodes
@@ -51,26 +52,28 @@ cdef extern from "forest_walk.h" namespace "forest" nogil:
 cdef extern from *:
     """
     template <class T, class Sum>
-    static forest::Trees* make_forest(long width, const std::vector<double>& base, double divisor, double scale, bool strict) {
-        const long outputs = long(base.size());
-        if (strict) return new forest::Ensemble<T, Sum, true>(width, base.data(), outputs, divisor, scale);
-        return new forest::Ensemble<T, Sum, false>(width, base.data(), outputs, divisor, scale);
+    static forest::Trees* make_forest(
+        long width, const std::vector<double>& base, double divisor, double scale, bool base_last, bool strict
+    ) {
+        if (strict) return new forest::Ensemble<T, Sum, true>(width, base, divisor, scale, base_last);
+        return new forest::Ensemble<T, Sum, false>(width, base, divisor, scale, base_last);
     }
     """
-    Trees* make_float_float "make_forest<float, float>"(long, const vector[double]&, double, double, flag) except +
-    Trees* make_float_double "make_forest<float, double>"(long, const vector[double]&, double, double, flag) except +
-    Trees* make_double_double "make_forest<double, double>"(long, const vector[double]&, double, double, flag) except +
+    Trees* make_float_float "make_forest<float, float>"(long, const vector[double]&, double, double, flag, flag) except +
+    Trees* make_float_double "make_forest<float, double>"(long, const vector[double]&, double, double, flag, flag) except +
+    Trees* make_double_double "make_forest<double, double>"(long, const vector[double]&, double, double, flag, flag) except +
 
 IDENTITY, SIGMOID, SOFTMAX, EXPONENTIAL = (
     <int>LINK_IDENTITY, <int>LINK_SIGMOID, <int>LINK_SOFTMAX, <int>LINK_EXPONENTIAL
 )
+BOUNDED_SIGMOID = <int>LINK_BOUNDED_SIGMOID     # whose argument is at least -88.7
 
 
 cdef class Forest:
     """Trees and how their values become outputs. `base` has the first value of each output.
 
-    `tiny`: values of at most that size are read as 0, with `tiny_is_missing` as missing; below 0: none are. `scale` is
-    what a sigmoid of float64 multiplies its argument with. Raises ValueError.
+    `base_last`: outputs begin at 0, and the base is added in float64 behind the division. `tiny`: values of at most that size are read as 0, with `tiny_is_missing` as missing; below 0: none are. `scale` is
+    what a sigmoid multiplies its argument with. Raises ValueError.
     """
 
     cdef readonly long width, outputs
@@ -82,7 +85,7 @@ cdef class Forest:
 
     def __init__(
         self, long width, base, *, bint narrow=False, bint narrow_sums=False, bint strict=False, double divisor=0.0,
-        double scale=1.0, double tiny=-1.0, bint tiny_is_missing=False
+        bint base_last=False, double scale=1.0, double tiny=-1.0, bint tiny_is_missing=False
     ) -> None:
         cdef vector[double] first = base
         if not 0 < width <= WIDTH_MAX or not 0 < <int64_t>first.size() <= OUTPUTS_MAX:
@@ -93,11 +96,11 @@ cdef class Forest:
         self.takes_missing = self.takes_infinite = True
         self.tiny, self.tiny_is_missing = tiny, tiny_is_missing
         if narrow_sums:
-            self.trees.reset(make_float_float(width, first, divisor, scale, strict))
+            self.trees.reset(make_float_float(width, first, divisor, scale, base_last, strict))
         elif narrow:
-            self.trees.reset(make_float_double(width, first, divisor, scale, strict))
+            self.trees.reset(make_float_double(width, first, divisor, scale, base_last, strict))
         else:
-            self.trees.reset(make_double_double(width, first, divisor, scale, strict))
+            self.trees.reset(make_double_double(width, first, divisor, scale, base_last, strict))
 
     @property
     def nodes(self) -> int:
@@ -127,8 +130,8 @@ cdef class Forest:
         """Write the outputs of rows [n, width], float32 or float64, to `out` [n, outputs] of the sums' type. False where
         some value is missing or infinite, and the forest does not take that: `out` has no meaning then. Raises
         ValueError, BufferError."""
-        if not LINK_IDENTITY <= link <= LINK_EXPONENTIAL:
-            raise ValueError(f"link: given {link}, allowed: {LINK_IDENTITY} to {LINK_EXPONENTIAL}")
+        if not LINK_IDENTITY <= link <= LINK_BOUNDED_SIGMOID:
+            raise ValueError(f"link: given {link}, allowed: {LINK_IDENTITY} to {LINK_BOUNDED_SIGMOID}")
         if not self.trees.get().nodes():
             raise ValueError("the forest has no tree")
         cdef const float[:, ::1] narrow_rows

@@ -34,7 +34,7 @@ constexpr long BLOCK_ROWS = 128;
 constexpr size_t MANY_NODES = 1 << 17; // more leave the caches before their next block: blocks of four times the rows
 constexpr int64_t NODES_MAX = 1ll << 31, WIDTH_MAX = 1 << 24, OUTPUTS_MAX = 1 << 16;
 
-enum Link : int { IDENTITY, SIGMOID, SOFTMAX, EXPONENTIAL };
+enum Link : int { IDENTITY, SIGMOID, SOFTMAX, EXPONENTIAL, BOUNDED_SIGMOID };
 
 // One tree as its library has it: children by their numbers, -1 for those of a leaf; values of `wide` numbers a node.
 struct Arrays {
@@ -156,8 +156,9 @@ FOR_EACH_ISA static void sum_each(const Small<double, double>& part, bool strict
 // otherwise at most the threshold.
 template <class T, class Sum, bool Strict> struct Ensemble final : Trees {
     long width, outputs;
-    std::vector<Sum> base;
+    std::vector<double> base;
     Sum divisor, scale;
+    bool base_last; // behind the division, in double
     std::vector<Node<T>> split;
     std::vector<uint32_t> leaf; // by node: its place among the values
     std::vector<Sum> values;
@@ -165,8 +166,8 @@ template <class T, class Sum, bool Strict> struct Ensemble final : Trees {
     std::vector<Cut<T>> cuts;
     bool has_small = false, has_large = false;
 
-    Ensemble(long width, const double* first, long outputs, double divisor, double scale)
-        : width(width), outputs(outputs), base(first, first + outputs), divisor(Sum(divisor)), scale(Sum(scale)) {}
+    Ensemble(long width, const std::vector<double>& base, double divisor, double scale, bool base_last)
+        : width(width), outputs(long(base.size())), base(base), divisor(Sum(divisor)), scale(Sum(scale)), base_last(base_last) {}
 
     size_t nodes() const override { return split.size(); }
 
@@ -305,7 +306,7 @@ template <class T, class Sum, bool Strict> struct Ensemble final : Trees {
         const T* block = space.rows.data();
         T* columns = space.columns.data();
         Sum* sums = space.sums.data();
-        for (long k = 0; k < outputs; ++k) std::fill(sums + k * stride, sums + (k + 1) * stride, base[k]);
+        for (long k = 0; k < outputs; ++k) std::fill(sums + k * stride, sums + (k + 1) * stride, base_last ? Sum(0) : Sum(base[k]));
         const bool by_column = has_small && count >= FEW_ROWS;
         for (long i = 0; by_column && i < count; ++i)
             for (long k = 0; k < width; ++k) columns[k * stride + i] = block[i * width + k];
@@ -365,17 +366,15 @@ template <class T, class Sum, bool Strict> struct Ensemble final : Trees {
     void finish(Sum* sums, int link) const {
         if (divisor != 0)
             for (long k = 0; k < outputs; ++k) sums[k] /= divisor;
+        if (base_last)
+            for (long k = 0; k < outputs; ++k) sums[k] = Sum(double(sums[k]) + base[k]);
         if (link == SIGMOID)
-            for (long k = 0; k < outputs; ++k) sums[k] = sigmoid(sums[k]);
+            for (long k = 0; k < outputs; ++k) sums[k] = Sum(1) / (Sum(1) + std::exp(-scale * sums[k]));
+        if (link == BOUNDED_SIGMOID) // XGBoost's
+            for (long k = 0; k < outputs; ++k) sums[k] = Sum(1) / (std::exp(std::min(-sums[k], Sum(88.7f))) + Sum(1));
         if (link == EXPONENTIAL)
             for (long k = 0; k < outputs; ++k) sums[k] = std::exp(sums[k]);
         if (link == SOFTMAX) softmax(sums);
-    }
-
-    // XGBoost's in float, LightGBM's in double.
-    Sum sigmoid(Sum x) const {
-        if constexpr (sizeof(Sum) == 4) return 1.0f / (std::exp(std::min(-x, 88.7f)) + 1.0f + 1e-16f);
-        return Sum(1) / (Sum(1) + std::exp(-scale * x));
     }
 
     void softmax(Sum* sums) const {

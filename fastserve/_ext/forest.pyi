@@ -6,6 +6,7 @@ IDENTITY: int
 SIGMOID: int
 SOFTMAX: int
 EXPONENTIAL: int
+BOUNDED_SIGMOID: int
 
 class Forest:
     width: int
@@ -23,6 +24,7 @@ class Forest:
         narrow_sums: bool = False,
         strict: bool = False,
         divisor: float = 0.0,
+        base_last: bool = False,
         scale: float = 1.0,
         tiny: float = -1.0,
         tiny_is_missing: bool = False,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.forest import EXPONENTIAL, IDENTITY, SIGMOID, SOFTMAX, Forest
+from fastserve._ext.forest import BOUNDED_SIGMOID, EXPONENTIAL, IDENTITY, SIGMOID, SOFTMAX, Forest
 from tests.effort import examples
 from tests.oracles.forest import PlainForest
 
@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "XGBoost": {"narrow": True, "narrow_sums": True, "strict": True},
     "LightGBM": {"tiny": 1e-35, "scale": 1.7},
     "LightGBM, zeros are missing": {"tiny": 1e-35, "tiny_is_missing": True},
+    "Treelite": {"narrow": True, "narrow_sums": True, "divisor": 3.0, "base_last": True},
     "strict": {"narrow": True, "strict": True},
     "wide": {"strict": True},
 }
@@ -53,7 +54,7 @@ def make_both(kind: str, seed: int, leaves: list[int], outputs: int) -> tuple[Fo
     random = np.random.default_rng(seed)
     width = int(random.integers(1, 6))
     base = random.normal(size=outputs).tolist()
-    if KINDS[kind].get("narrow_sums"):
+    if kind == "XGBoost":
         base = np.float32(base).tolist()
     both = Forest(width, base, **KINDS[kind]), PlainForest(width, base, **KINDS[kind])
     for many in leaves:
@@ -90,7 +91,7 @@ def test_agrees_with_the_oracle(
     out: Any = np.full((count, outputs), 77, np.float32 if forest.narrow_sums else np.float64)
     assert forest.predict(rows, out)
     assert out.tobytes() == plain.predict(rows).tobytes()
-    for link in (SIGMOID, EXPONENTIAL, SOFTMAX) if count < 10 else ():
+    for link in (SIGMOID, EXPONENTIAL, SOFTMAX, BOUNDED_SIGMOID) if count < 10 else ():
         with np.errstate(all="ignore"):
             assert forest.predict(rows, out, link)
             wanted = plain.predict(rows, link)
@@ -149,7 +150,7 @@ def test_what_is_no_tree() -> None:
         with pytest.raises(ValueError, match="rows, out"):
             forest.predict(wrong, out)
     with pytest.raises(ValueError, match="link"):
-        forest.predict(rows, out, 4)
+        forest.predict(rows, out, 5)
     with pytest.raises(ValueError):
         forest.predict(rows, np.zeros((1, 2), np.float32))
     with pytest.raises(ValueError, match="narrow_sums"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-IDENTITY, SIGMOID, SOFTMAX, EXPONENTIAL = range(4)
+IDENTITY, SIGMOID, SOFTMAX, EXPONENTIAL, BOUNDED_SIGMOID = range(5)
 
 
 @dataclass
@@ -21,6 +21,7 @@ class PlainForest:
     narrow_sums: bool = False
     strict: bool = False
     divisor: float = 0.0
+    base_last: bool = False
     scale: float = 1.0
     tiny: float = -1.0
     tiny_is_missing: bool = False
@@ -34,13 +35,15 @@ class PlainForest:
         found = np.empty((len(rows), len(self.base)), kind)
         with np.errstate(all="ignore"):
             for at, row in enumerate(rows):
-                sums = [kind(value) for value in self.base]
+                sums = [kind(0 if self.base_last else value) for value in self.base]
                 for tree in self.trees:
                     leaf = self._leaf(tree, row)
                     for k, value in enumerate(tree[5][leaf]):
                         sums[tree[6] + k] = sums[tree[6] + k] + kind(value)
                 if self.divisor:
                     sums = [value / kind(self.divisor) for value in sums]
+                if self.base_last:
+                    sums = [kind(float(one) + base) for one, base in zip(sums, self.base, strict=True)]
                 found[at] = self._linked([float(value) for value in sums], link)
         return found
 
@@ -63,6 +66,8 @@ class PlainForest:
     def _linked(self, sums: list[float], link: int) -> list[float]:
         if link == SIGMOID:
             return [float(1 / (1 + np.exp(-value * self.scale))) for value in sums]
+        if link == BOUNDED_SIGMOID:
+            return [float(1 / (1 + np.exp(min(-value, 88.7)))) for value in sums]
         if link == EXPONENTIAL:
             return [float(np.exp(value)) for value in sums]
         if link == SOFTMAX:

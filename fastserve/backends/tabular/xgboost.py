@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fastserve._ext.forest import EXPONENTIAL, IDENTITY, SIGMOID, SOFTMAX, Forest
+from fastserve._ext.forest import BOUNDED_SIGMOID, EXPONENTIAL, IDENTITY, SOFTMAX, Forest
 from fastserve.backends.tabular.base import (
     CONTRIBUTIONS,
     LABELS,
@@ -49,7 +49,7 @@ from fastserve.backends.tabular.trees import (
 
 MARGINS = "margins"
 _LINKS = {
-    **dict.fromkeys(("binary:logistic", "reg:logistic"), SIGMOID),
+    **dict.fromkeys(("binary:logistic", "reg:logistic"), BOUNDED_SIGMOID),
     **dict.fromkeys(("multi:softprob", "multi:softmax"), SOFTMAX),
     **dict.fromkeys(("count:poisson", "reg:gamma", "reg:tweedie"), EXPONENTIAL),
     **dict.fromkeys(("reg:squarederror", "reg:absoluteerror", "reg:pseudohubererror"), IDENTITY),

@@ -240,6 +240,36 @@ def test_lightgbm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         np.testing.assert_array_equal(served.run({"input": ages})["predictions"], booster.predict(ages))
 
 
+def test_treelite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    treelite, xgboost = pytest.importorskip("treelite"), pytest.importorskip("xgboost")
+    lightgbm, datasets = pytest.importorskip("lightgbm"), pytest.importorskip("sklearn.datasets")
+    from sklearn.ensemble import RandomForestClassifier
+
+    data, kinds = datasets.load_wine(return_X_y=True)
+    two = xgboost.XGBClassifier(n_estimators=9, base_score=0.3).fit(data, kinds > 0)
+    three = xgboost.XGBClassifier(n_estimators=9).fit(data, kinds)
+    light = lightgbm.LGBMClassifier(n_estimators=5, verbose=-1, num_threads=1).fit(data, kinds > 0)
+    votes = RandomForestClassifier(7).fit(data, kinds)
+    for forest in (
+        treelite.frontend.from_xgboost(two.get_booster()),
+        treelite.frontend.from_xgboost(three.get_booster()),
+        treelite.frontend.from_lightgbm(light.booster_),
+        treelite.sklearn.import_model(votes),
+    ):
+        forest.serialize(str(tmp_path / "model.tl"))
+        caplog.clear()
+        served = opened("treelite", tmp_path, parameters={"outputs": ["predictions", "margins"]})
+        assert caplog.text.count(USED) == 2
+        library = {"predictions": lambda rows, forest=forest: treelite.gtil.predict(forest, rows).squeeze(1)}
+        library["margins"] = lambda rows, forest=forest: treelite.gtil.predict(
+            forest, rows, pred_margin=True
+        ).squeeze(1)
+        found = served.run({"input": data[:1].astype(str(forest.input_type))})["predictions"]
+        if found.ndim == 1:
+            library = {name: lambda rows, one=one: one(rows)[:, 0] for name, one in library.items()}
+        check(served, library, data, str(forest.input_type))
+
+
 # ---- the comparison
 
 
