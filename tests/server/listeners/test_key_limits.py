@@ -359,7 +359,9 @@ def order(folder: Path) -> list[float]:
     return [value for batch in seen(folder) for value in batch if value >= 10]
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 4.0)])
+@pytest.mark.parametrize(
+    "weights", [(1.0, 1.0), (3.0, 1.0), pytest.param((1.0, 4.0), marks=pytest.mark.torture)]
+)
 def test_waiting_requests_of_keys_are_served_by_weight(tmp_path: Path, weights: tuple[float, float]) -> None:
     """A worker holds its first batch until both keys have sent everything; then it runs what waits."""
     write_model(tmp_path, max_queue_rows=1000)
@@ -437,7 +439,7 @@ def test_one_keys_flood_is_not_before_another_keys_request(tmp_path: Path, clien
     run(work())
 
 
-@pytest.mark.parametrize("weights", [(3.0, 1.0), (1.0, 1.0)])
+@pytest.mark.parametrize("weights", [(3.0, 1.0), pytest.param((1.0, 1.0), marks=pytest.mark.torture)])
 def test_shares_are_those_of_all_front_processes(tmp_path: Path, weights: tuple[float, float]) -> None:
     """As above with three fronts, whose clients' connections are spread over them."""
     models = tmp_path / "models"
