@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ import yaml
 from fastserve.cli.predictive import kserve_settings
 from fastserve.errors import ConfigError
 from fastserve.settings.sources import list_variables
-from tests.running import START_S, free_port
+from tests.running import CLI, START_S, free_port, start
 from tests.server.rig import write_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/kserve"
@@ -82,12 +80,7 @@ def started(name: str, models: Path, labels: dict[str, str]) -> Iterator[str]:
         environment["MLSERVER_METRICS_PORT"] = ports["8002"]
     environment |= {"FASTSERVE_DRAIN_DELAY_S": "0"} if "FASTSERVE_DRAIN_DELAY_S" in environment else {}
     with (models.parent / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "fastserve.cli", *command],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
+        server = start([sys.executable, "-m", CLI, *command], log.fileno(), more=environment)
     try:
         assert server.stdout is not None
         assert b"ready" in server.stdout.readline(), (models.parent / "log").read_text()
