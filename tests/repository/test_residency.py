@@ -45,6 +45,12 @@ def play(stage: Stage, scene: Scene) -> None:
     asyncio.run(run())
 
 
+async def until(true: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so; `play` ends what never comes."""
+    while not true():
+        await asyncio.sleep(0.001)
+
+
 def stage(root: Path, most: int = 2, **settings: Any) -> Stage:
     """A repository with room for `most` models."""
     return Stage(root, memory_budget=f"{most * 64 + 32}MiB", keep_alive_s=1.0, **settings)
@@ -140,8 +146,7 @@ def test_keep_loaded_leave_no_room_for_others(tmp_path: Path) -> None:
         assert residency(stage).used > residency(stage).budget
         stage.clock.now += 5.0
         await residency(stage).look()
-        await asyncio.sleep(0.05)
-        assert loaded(stage) == ["b", "c"]
+        await until(lambda: loaded(stage) == ["b", "c"])
         with pytest.raises(ServeError, match="needs 64 MiB beside 128 MiB of models that stay") as caught:
             await stage.repository.want("a")
         assert caught.value.kind is Kind.UNAVAILABLE
@@ -182,8 +187,7 @@ def test_many_requests_share_one_load(tmp_path: Path) -> None:
         stage.clock.now += 5.0
         gate = stage.hooks.gates["c", 1] = asyncio.Event()
         asked = [asyncio.ensure_future(stage.repository.want("c")) for _ in range(64)]
-        await asyncio.sleep(0.1)
-        assert residency(stage).waiters.count == 64
+        await until(lambda: residency(stage).waiters.count == 64)
         with pytest.raises(ServeError, match="64 requests wait for models") as caught:
             await stage.repository.want("c")
         assert caught.value.kind is Kind.UNAVAILABLE
@@ -305,8 +309,7 @@ def test_models_that_have_grown_are_unloaded(tmp_path: Path) -> None:
         stage.clock.now += 5.0
         stage.hooks.sizes["a"] = 120 << 20
         await residency(stage).look()
-        await asyncio.sleep(0.05)
-        assert loaded(stage) == ["a"]
+        await until(lambda: loaded(stage) == ["a"])
         assert residency(stage).used == 120 << 20
 
     play(stage(tmp_path), scene)

@@ -50,10 +50,10 @@ class Heard:
         """So many records have come."""
         while len(self.records) < count:
             self.news.clear()
-            await asyncio.wait_for(self.news.wait(), 30)
+            await asyncio.wait_for(self.news.wait(), 60)
 
     async def end(self) -> Finish:
-        await asyncio.wait_for(self.ended.wait(), 30)
+        await asyncio.wait_for(self.ended.wait(), 60)
         return Finish(self.records[-1][1])
 
     @property

@@ -106,7 +106,7 @@ def test_one_that_nobody_waits_for_still_has_its_time_and_no_more(monkeypatch: p
                 await stopping
         assert killed == []
         leaving.over("it has left")
-        for _ in range(500):
+        for _ in range(6000):
             if killed:
                 break
             await asyncio.sleep(0.01)

@@ -168,7 +168,7 @@ class TextRig:
 
     async def settled(self) -> None:
         with contextlib.suppress(TimeoutError):
-            await self.until(lambda: not any(self.held()), 15)
+            await self.until(lambda: not any(self.held()))
         assert not any(self.held()), self.held()
 
     def held(self) -> list[float]:

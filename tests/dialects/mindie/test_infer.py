@@ -462,7 +462,7 @@ def test_more_images_than_one() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_time_between_tokens_begins_anew_with_each(stream: bool) -> None:
-    with served(RIGS["llm-seed1"].engine(), pause_s=0.2, token_timeout_s=2.0) as at:
+    with served(RIGS["llm-seed1"].engine(), pause_s=0.4, token_timeout_s=5.0) as at:
         reply = at.infer(stream=stream, max_new_tokens=15)
         assert reply.status == 200
         assert b'"generated_text"' in reply.body
@@ -475,4 +475,4 @@ def test_the_engine_knows_the_deadline() -> None:
             before_ns = time.monotonic_ns()
             at.infer(timeout=timeout_s)
             left_s = (engine.seen[-1].note.deadline_ns - before_ns) / 1e9
-            assert most_s <= left_s < most_s + 5
+            assert most_s <= left_s < most_s + 60

@@ -22,7 +22,7 @@ from fastserve.protos import load as load_protos
 from tests.running import Running
 from tests.server.scheduling.load_models import Loaded
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 SEQUENCE = 5  # requests from START to END
 MESSAGES = load_protos("kserve_v2")
 INFER = "/inference.GRPCInferenceService/ModelInfer"

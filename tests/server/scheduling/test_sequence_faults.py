@@ -92,7 +92,7 @@ def test_the_backlog_moves_up_when_an_idle_sequence_is_forgotten(
 
 
 def test_nobody_is_forgotten_while_its_request_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    idle_s = 1.5  # long beside what passes between two requests here
+    idle_s = 3.0  # long beside what passes between two requests here
     write_one_slot(tmp_path, monkeypatch, idle_s=idle_s)
 
     async def work() -> None:
