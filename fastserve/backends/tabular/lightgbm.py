@@ -164,11 +164,11 @@ def quicken(booster: Any, library: Mapping[str, Compute], threads: int) -> dict[
     probes = make_probes(trees, width, "float64")
     settle(forest, library[MARGINS], probes)
     flat, most = outputs == 1, most_rows(threads, len(trees))
-    quick = {MARGINS: Evaluator(forest, IDENTITY, flat, most)}
+    quick = {MARGINS: Evaluator(forest, IDENTITY, flat)}
     if words and words[0] in _LINKS and "sqrt" not in words:
-        quick[PREDICTIONS] = Evaluator(forest, _LINKS[words[0]], flat, most)
+        quick[PREDICTIONS] = Evaluator(forest, _LINKS[words[0]], flat)
     return {
-        name: swap(f"LightGBM's {name}, {' '.join(words)}", library[name], compute, probes)
+        name: swap(f"LightGBM's {name}, {' '.join(words)}", library[name], compute, probes, most)
         for name, compute in quick.items()
     }
 

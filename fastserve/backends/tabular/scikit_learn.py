@@ -189,10 +189,14 @@ def _by_output(model: Any) -> dict[str, Callable[[Any], Any]]:
 
 def _set_threads(model: Any, threads: int) -> None:
     """Have each part of a model compute with so many threads."""
-    if not hasattr(model, "get_params"):
-        return
-    found = {name: threads for name in model.get_params() if name.rpartition("__")[2] == "n_jobs"}
-    model.set_params(**found)
+    if found := _threads_of(model):
+        model.set_params(**dict.fromkeys(found, threads))
+
+
+def _threads_of(model: Any) -> dict[str, Any]:
+    """Return the settings of threads, by the names of parameters."""
+    found = model.get_params() if hasattr(model, "get_params") else {}
+    return {name: value for name, value in found.items() if name.rpartition("__")[2] == "n_jobs"}
 
 
 def _join_objects(columns: Sequence[Any]) -> Any:
@@ -214,16 +218,16 @@ def quicken(model: Any, threads: int) -> dict[str, Compute]:
     name = type(last).__name__
     if not type(last).__module__.startswith("sklearn.") or name not in _TREES:
         return {}
-    # Two threads of scikit-learn add up as they come: what is compared is the order of one.
-    if threads != 1:
-        _set_threads(last, 1)
+    kept = {} if threads == 1 else _threads_of(last)
+    if kept:  # several threads add up as they come: what is compared is the order of one
+        last.set_params(**dict.fromkeys(kept, 1))
     swapped = {
         output: compute
         for output, compute in try_trees(name, partial(_swap_trees, last, threads)).items()
         if compute != getattr(last, _METHOD_OF[output])
     }
-    if threads != 1:
-        _set_threads(last, threads or -1)
+    if kept:
+        last.set_params(**kept)
     if not is_pipeline:
         return swapped
     head = model[:-1]
@@ -235,16 +239,17 @@ def _behind(head: Any, compute: Compute) -> Compute:
 
 
 def _swap_trees(model: Any, threads: int) -> dict[str, Compute]:
-    quick, probes = _TREES[type(model).__name__](model, threads)
+    quick, probes, trees = _TREES[type(model).__name__](model)
+    most = most_rows(threads, trees)
     what = type(model).__name__
     return {
-        output: swap(f"{what}, {output}", getattr(model, _METHOD_OF[output]), compute, probes)
+        output: swap(f"{what}, {output}", getattr(model, _METHOD_OF[output]), compute, probes, most)
         for output, compute in quick.items()
     }
 
 
-Quick = tuple[dict[str, Compute], list[Any]]
-"""Outputs by compiled trees, and the rows to try them with."""
+Quick = tuple[dict[str, Compute], list[Any], int]
+"""Outputs by compiled trees, the rows to try them with, and how many trees there are."""
 
 
 def _arrays(tree: Any) -> dict[str, Any]:
@@ -258,7 +263,7 @@ def _arrays(tree: Any) -> dict[str, Any]:
     }
 
 
-def _average(model: Any, threads: int) -> Quick:
+def _average(model: Any) -> Quick:
     """Trees whose values are averaged, or one tree."""
     if model.n_outputs_ != 1:
         raise Unfit("several outputs")
@@ -273,14 +278,14 @@ def _average(model: Any, threads: int) -> Quick:
     for one, tree in zip(arrays, trees, strict=True):
         add_tree(forest, one, tree.value[:, 0, :wide])
     probes = make_probes(arrays, forest.width, "float64")
-    quick = Evaluator(forest, flat=labels is None, most_rows=most_rows(threads, len(trees)))
+    quick = Evaluator(forest, flat=labels is None)
     settle(forest, model.predict, probes)
     if labels is None:
-        return {PREDICTIONS: quick}, probes
-    return {PROBABILITIES: quick, PREDICTIONS: after(quick, partial(_largest, labels))}, probes
+        return {PREDICTIONS: quick}, probes, len(arrays)
+    return {PROBABILITIES: quick, PREDICTIONS: after(quick, partial(_largest, labels))}, probes, len(arrays)
 
 
-def _boosting(model: Any, threads: int) -> Quick:
+def _boosting(model: Any) -> Quick:
     """Trees whose values are added to those of a first model, which has to be constant."""
     if getattr(model, "init_", None) != "zero" and not type(model.init_).__name__.startswith("Dummy"):
         raise Unfit(f"it begins with a {type(model.init_).__name__}")
@@ -292,10 +297,10 @@ def _boosting(model: Any, threads: int) -> Quick:
         for output, part in enumerate(stage):
             arrays.append(_arrays(part.tree_) | {"missing_left": np.zeros(part.tree_.node_count)})
             add_tree(forest, arrays[-1], model.learning_rate * part.tree_.value[:, 0, :1], output)
-    return _boosted(model, forest, arrays, most_rows(threads, stages.size))
+    return _boosted(model, forest, arrays)
 
 
-def _histograms(model: Any, threads: int) -> Quick:
+def _histograms(model: Any) -> Quick:
     """Trees of histograms, which compare float64; their nodes have no public name."""
     if np.any(getattr(model, "is_categorical_", False)):
         raise Unfit("categories")
@@ -316,27 +321,31 @@ def _histograms(model: Any, threads: int) -> Quick:
                 }
             )
             add_tree(forest, arrays[-1], nodes["value"][:, None], output)
-    return _boosted(model, forest, arrays, most_rows(threads, len(arrays)))
+    return _boosted(model, forest, arrays)
 
 
-def _boosted(model: Any, forest: Forest, arrays: list[Any], most: int) -> Quick:
+def _boosted(model: Any, forest: Forest, arrays: list[Any]) -> Quick:
     """The outputs that follow from sums; those of a loss with another link are found to differ."""
     probes = make_probes(arrays, forest.width, "float64")
     settle(forest, model.predict, probes)
     flat = forest.outputs == 1
-    quick = Evaluator(forest, flat=flat, most_rows=most)
+    quick = Evaluator(forest, flat=flat)
     labels = getattr(model, "classes_", None)
     if labels is None:
-        return {PREDICTIONS: quick}, probes
+        return {PREDICTIONS: quick}, probes, len(arrays)
     chances = after(quick, _chances)
     if type(model).__name__.startswith("Hist"):
-        return {
-            SCORES: quick,
-            PROBABILITIES: chances,
-            PREDICTIONS: after(chances, partial(_largest, labels)),
-        }, probes
+        return (
+            {
+                SCORES: quick,
+                PROBABILITIES: chances,
+                PREDICTIONS: after(chances, partial(_largest, labels)),
+            },
+            probes,
+            len(arrays),
+        )
     decide = partial(_above, labels) if flat else partial(_largest, labels)
-    return {SCORES: quick, PROBABILITIES: chances, PREDICTIONS: after(quick, decide)}, probes
+    return {SCORES: quick, PROBABILITIES: chances, PREDICTIONS: after(quick, decide)}, probes, len(arrays)
 
 
 def _chances(scores: Any) -> Any:
@@ -359,7 +368,7 @@ def _above(labels: Any, scores: Any) -> Any:
     return labels.take((scores >= 0).astype(int), axis=0)
 
 
-_TREES: dict[str, Callable[[Any, int], Quick]] = {
+_TREES: dict[str, Callable[[Any], Quick]] = {
     **dict.fromkeys(("DecisionTreeClassifier", "ExtraTreeClassifier", "DecisionTreeRegressor"), _average),
     **dict.fromkeys(("RandomForestClassifier", "ExtraTreesClassifier", "ExtraTreeRegressor"), _average),
     **dict.fromkeys(("RandomForestRegressor", "ExtraTreesRegressor"), _average),

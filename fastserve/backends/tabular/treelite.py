@@ -203,10 +203,12 @@ def _swap_trees(forest: Any, library: Mapping[bool, Compute], threads: int) -> A
     links = {True: IDENTITY, False: _LINKS.get(str(head.get_field("postprocessor")))}
 
     def shaped(link: int) -> Compute:
-        return after(Evaluator(trees, link, most_rows=most), lambda found: found.reshape(-1, *shape))
+        return after(Evaluator(trees, link), lambda found: found.reshape(-1, *shape))
 
     return {
-        margin: swap("Treelite's margins" if margin else "Treelite", library[margin], shaped(link), probes)
+        margin: swap(
+            "Treelite's margins" if margin else "Treelite", library[margin], shaped(link), probes, most
+        )
         for margin, link in links.items()
         if link is not None
     }

@@ -14,6 +14,7 @@ runs.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ MOST_NODES = 1 << 25
 """Larger forests are left to their library: both stay in memory, and building one takes seconds."""
 MOST_FEATURES = 1 << 13
 """Of wider rows the probes would take seconds."""
+MOST_THRESHOLDS = 1 << 20
+"""Of more, some are probed."""
 PROBES = 192
 """Rows with finite values that both must agree on."""
 FEW_VISITS = 50_000
@@ -54,14 +57,12 @@ class Evaluator:
     forest: Forest
     link: int = IDENTITY
     flat: bool = False
-    most_rows: int = 0
-    """More are left to the library, which was allowed other threads; 0: none are."""
 
     def __call__(self, rows: Any) -> Any:
         """Return the outputs, or None for rows that the evaluator does not take."""
         forest = self.forest
         known = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == forest.width
-        if not known or rows.dtype.char not in "fd" or (self.most_rows and len(rows) > self.most_rows):
+        if not known or rows.dtype.char not in "fd":
             return None
         own: Any = np.ascontiguousarray(rows)
         out: Any = np.empty((len(rows), forest.outputs), np.float32 if forest.narrow_sums else np.float64)
@@ -71,8 +72,8 @@ class Evaluator:
 
 
 def most_rows(threads: int, trees: int) -> int:
-    """Return up to how many rows one thread is enough; 0 where the library has no other."""
-    return 0 if threads == 1 else max(1, FEW_VISITS // max(trees, 1))
+    """Return up to how many rows one thread is enough: all where the library has no other."""
+    return sys.maxsize if threads == 1 else max(1, FEW_VISITS // max(trees, 1))
 
 
 def after(quick: Compute, derive: Compute) -> Compute:
@@ -100,35 +101,35 @@ def try_trees(what: str, build: Callable[[], Mapping[str, Compute]]) -> Mapping[
 # ---- against the library
 
 
-def swap(what: str, library: Compute, quick: Compute | None, probes: Sequence[Any]) -> Compute:
-    """Return what runs `quick`, and the library for rows that it does not take; the library alone where the
-    two differ in a bit for any of the probes."""
-    if quick is None:
-        return library
-    for rows in probes:
-        if not agree(library, quick, rows):
+def swap(
+    what: str, library: Compute, quick: Compute, probes: Sequence[Any], most: int = sys.maxsize
+) -> Compute:
+    """Return what runs `quick`, and the library for rows that it does not take, or for more than `most`; the
+    library alone where the two differ in a bit for any of the probes."""
+    for at, rows in enumerate(probes):
+        if not agree(library, quick, rows, must=at == 0):
             log.debug("%s: run by its library: the compiled trees differ in a bit", what)
             return library
     log.debug("%s: run by compiled trees", what)
 
     def run(rows: Any) -> Any:
-        found = quick(rows)
+        found = quick(rows) if len(rows) <= most else None
         return library(rows) if found is None else found
 
     return run
 
 
-def agree(library: Compute, quick: Compute, rows: Any) -> bool:
-    """Return whether both give the same bits, or the library refuses what the evaluator does not take."""
+def agree(library: Compute, quick: Compute, rows: Any, *, must: bool = False) -> bool:
+    """Return whether both give the same bits, or the evaluator takes none of such rows, unless it must."""
     try:
         with np.errstate(all="ignore"):
             wanted = np.asarray(library(rows))
     except (ValueError, TypeError):
-        return quick(rows) is None
+        return quick(rows) is None and not must
     for some in (slice(None), slice(0, 1), slice(1, 12)):  # one row, and groups with a rest, have other ways
         found = quick(rows[some])
         if found is None:
-            return some == slice(None)  # none of these rows is taken: the library answers
+            return some == slice(None) and not must  # the library answers all of them
         if found.dtype != wanted.dtype or found.shape != wanted[some].shape:
             return False
         if _bits(found) != _bits(wanted[some]):
@@ -209,6 +210,7 @@ def _thresholds(trees: Sequence[Mapping[str, Any]], width: int) -> list[Any]:
         inner = np.asarray(arrays["left"]) >= 0
         features.append(np.asarray(arrays["feature"])[inner])
         thresholds.append(np.asarray(arrays["threshold"], np.float64)[inner])
-    feature, threshold = np.concatenate(features), np.concatenate(thresholds)
+    step = 1 + sum(map(len, features)) // MOST_THRESHOLDS
+    feature, threshold = (np.concatenate([one[::step] for one in many]) for many in (features, thresholds))
     order = np.argsort(feature, kind="stable")
     return np.split(threshold[order], np.searchsorted(feature[order], np.arange(1, width)))

@@ -174,8 +174,8 @@ def quicken(booster: Any, library: Mapping[str, Compute], rounds: int, threads: 
         for arrays, group in zip(trees, groups, strict=False):
             add_tree(forest, arrays, arrays["values"], int(group))
         settle(forest, library[MARGINS], probes)
-        margins: Compute = Evaluator(forest, IDENTITY, outputs == 1, most)
-        found = swap("XGBoost's margins", library[MARGINS], margins, probes)
+        margins: Compute = Evaluator(forest, IDENTITY, outputs == 1)
+        found = swap("XGBoost's margins", library[MARGINS], margins, probes, most)
         if found is not library[MARGINS]:
             break
     else:
@@ -183,11 +183,11 @@ def quicken(booster: Any, library: Mapping[str, Compute], rounds: int, threads: 
     objective = learner["objective"]["name"]
     if objective not in _LINKS:
         return {MARGINS: found}
-    answers: Compute = Evaluator(forest, _LINKS[objective], outputs == 1, most)
+    answers: Compute = Evaluator(forest, _LINKS[objective], outputs == 1)
     if objective == "multi:softmax":
         answers = after(margins, lambda rows: np.argmax(rows, axis=1).astype(np.float32))
     named = f"XGBoost's predictions, {objective}"
-    return {MARGINS: found, PREDICTIONS: swap(named, library[PREDICTIONS], answers, probes)}
+    return {MARGINS: found, PREDICTIONS: swap(named, library[PREDICTIONS], answers, probes, most)}
 
 
 def _first_margins(base: Any) -> Iterator[Any]:

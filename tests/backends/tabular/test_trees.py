@@ -106,11 +106,14 @@ def test_what_of_scikit_learn_is_left_to_it(tmp_path: Path, caplog: pytest.LogCa
         np.testing.assert_array_equal(served.run({"input": data})["predictions"], model.predict(data))
 
 
-def test_a_forest_of_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows are run by compiled trees, many by the library's threads."""
+@pytest.mark.parametrize("threads", [2, 0])
+def test_a_forest_of_several_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, threads: int
+) -> None:
+    """Few rows are run by compiled trees, many by the library's threads, or by those of the file."""
     ensemble = pytest.importorskip("sklearn.ensemble")
     rows = np.random.default_rng(0).normal(size=(60, 3))
-    model = ensemble.RandomForestRegressor(4).fit(rows, rows[:, 0])
+    model = ensemble.RandomForestRegressor(4, n_jobs=2 if not threads else None).fit(rows, rows[:, 0])
     (tmp_path / "model.pkl").write_bytes(pickle.dumps(model))
     monkeypatch.setattr(trees, "FEW_VISITS", 80)
     asked: list[tuple[int, Any]] = []
@@ -121,13 +124,15 @@ def test_a_forest_of_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return predict(self, rows)
 
     monkeypatch.setattr(ensemble.RandomForestRegressor, "predict", noted)
-    served = opened("sklearn", tmp_path, parameters={"trust_pickle": True}, threads=2)
+    served = opened("sklearn", tmp_path, parameters={"trust_pickle": True}, threads=threads)
+    assert {jobs for count, jobs in asked if count > 1} == {1}  # compared in the order of one thread
+    assert max(count for count, _ in asked) > 80
+    assert USED in caplog.text
+    wanted = [predict(model, rows[:count]) for count in (1, 20, 21)]
     asked.clear()
-    for count in (1, 20, 21):
-        np.testing.assert_allclose(
-            served.run({"input": rows[:count]})["predictions"], model.predict(rows[:count])
-        )
-    assert [one for one in asked if one[1] == 2] == [(21, 2)]
+    for one in wanted:
+        np.testing.assert_allclose(served.run({"input": rows[: len(one)]})["predictions"], one)
+    assert asked == [(21, 2)]
 
 
 # ---- boosters
@@ -290,8 +295,8 @@ def test_one_bit_is_enough(caplog: pytest.LogCaptureFixture) -> None:
 
     for quick in (off, zeros, narrow, lambda rows: library(rows)[:, None]):
         assert trees.swap("model", library, quick, probes) is library
-    assert trees.swap("model", library, None, probes) is library
+    assert trees.swap("model", library, lambda rows: None, probes) is library  # nothing was compared
+    assert caplog.text.count(LEFT) == 5
     swapped = trees.swap("model", library, lambda rows: library(rows) if len(rows) < 30 else None, probes)
     assert swapped is not library
     assert swapped(np.ones((31, 2))).tolist() == [0.1] * 31  # what is not taken is the library's
-    assert caplog.text.count(LEFT) == 4
