@@ -8,11 +8,14 @@ To add one, add a row to `APIS`: every scenario here then runs for it, over each
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 MODEL = "m1"
+TYPE = re.compile(rb"^event: [a-z_.]+\n")
+"""Before the data of an event, in the APIs that tell its type."""
 TEXT, VECTOR = "one two three ", (1.0, 2.0, 3.0)
 """The answer of the models of these tests."""
 FULL, LOST, LATE, UNKNOWN, INTERNAL = "full", "lost", "late", "unknown", "internal"
@@ -60,6 +63,8 @@ class Api:
     """The last object has the whole text."""
     early: bool = False
     """A stream's status is sent before its first token."""
+    is_chat: bool = False
+    """Another form of the chat API, over the same call."""
     timed: bool = True
     """A body may name a timeout."""
     statuses: dict[str, int] = field(default_factory=dict)
@@ -100,8 +105,8 @@ class Api:
             return [_decode(reply.body)]
         if self.nul:
             return [_decode(part) for part in reply.body.split(b"\0")[:-1]]
-        events = [part for part in reply.body.split(b"\n\n")[:-1] if part.startswith(b"data:")]
-        found = [part[5:].strip() for part in events]
+        events = [TYPE.sub(b"", part) for part in reply.body.split(b"\n\n")[:-1]]
+        found = [part[5:].strip() for part in events if part.startswith(b"data:")]
         return [_decode(part) for part in found if part != b"[DONE]"]
 
 
@@ -114,7 +119,7 @@ def _decode(data: bytes) -> Any:
 
 
 def _error_of(told: Any) -> str:
-    error = told.get("error", "") if isinstance(told, dict) else ""
+    error = (told.get("error") or "") if isinstance(told, dict) else ""
     return str(error.get("message", "?") if isinstance(error, dict) else error)
 
 
@@ -166,6 +171,30 @@ def _openai(key: str, *, stream: bool) -> Callable[[str], dict[str, Any]]:
         return {"model": MODEL, "stream": stream, "temperature": 0, **asked}
 
     return write
+
+
+def _responses(*, stream: bool) -> Callable[[str], dict[str, Any]]:
+    return lambda prompt: {"model": MODEL, "stream": stream, "temperature": 0, "input": prompt}
+
+
+def _response_text(told: Any) -> str:
+    if "output" in told:
+        return str(told["output"][0]["content"][0]["text"])
+    return str(told["delta"]) if told["type"] == "response.output_text.delta" else ""
+
+
+def _messages(*, stream: bool) -> Callable[[str], dict[str, Any]]:
+    def write(prompt: str) -> dict[str, Any]:
+        asked = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1 << 20}
+        return {"model": MODEL, "stream": stream, "temperature": 0, **asked}
+
+    return write
+
+
+def _message_text(told: Any) -> str:
+    if told["type"] == "message":
+        return str(told["content"][0]["text"])
+    return str(told["delta"]["text"]) if told["type"] == "content_block_delta" else ""
 
 
 def _vllm(*, stream: bool) -> Callable[[str], dict[str, Any]]:
@@ -244,6 +273,25 @@ APIS: tuple[Api, ...] = (
         {"body": _openai("text", stream=True)},
         path="/v1/completions",
         text=_choice("text"),
+        statuses=OPENAI,
+    ),
+    *_pair(
+        "responses",
+        {"body": _responses(stream=False)},
+        {"body": _responses(stream=True)},
+        path="/v1/responses",
+        text=_response_text,
+        is_chat=True,
+        statuses=OPENAI,
+    ),
+    *_pair(
+        "messages",
+        {"body": _messages(stream=False)},
+        {"body": _messages(stream=True)},
+        path="/v1/messages",
+        text=_message_text,
+        is_chat=True,
+        timed=False,
         statuses=OPENAI,
     ),
     *_pair(
