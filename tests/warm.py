@@ -47,6 +47,7 @@ from typing import Any, NoReturn
 
 from fastserve.app.describe import Description
 from fastserve.workers.fork_server import IMPORTED
+from fastserve.workers.forked_worker import TORCH, ForkServer
 from fastserve.workers.process import ENTRY, THREAD_VARIABLES, WorkerProcess, _is_open
 from tests.proc import ZYGOTE
 
@@ -59,12 +60,10 @@ WORKER_MODULES = (
     "fastserve.workers.thread_host", "fastserve.backends.frameworks.python",
 )  # fmt: skip
 TORCH_MODULES = (
-    "torch", *IMPORTED["torch and transformers"], "fastserve.backends.frameworks.torch",
-    "tests.devices.simulated_worker",
+    "torch", *IMPORTED[TORCH], "fastserve.backends.frameworks.torch", "tests.devices.simulated_worker",
 )  # fmt: skip
 WORKER, FRONT = "fastserve.workers.main", "fastserve.server.front_process"
 SIMULATED = "tests.devices.simulated_worker"
-FORK_SERVER = "fastserve.workers.fork_server"
 DESCRIBE = "fastserve.app.describe"
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP = b"stop"
@@ -316,7 +315,9 @@ def start_workers_warm() -> None:
         arguments = self._entry[len(ENTRY) :]
         zygote = None
         if tuple(interpreter) == ENTRY[:-1]:
-            zygote = ZYGOTES.find(environment, torch=module in (SIMULATED, FORK_SERVER))
+            of = getattr(self._on_message, "__self__", None)
+            torch = module == SIMULATED or (isinstance(of, ForkServer) and of.imports == TORCH)
+            zygote = ZYGOTES.find(environment, torch=torch)
         if zygote is None:
             return execute(self, control_fd)
         with open(os.devnull, "r+b") as null:

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from fastserve.errors import Kind, Reason, ServeError, server_starting
 from fastserve.repository.version import TRANSITIONS, Model, Version, VersionState, sort_arms
-from fastserve.util.model_demand import refuse_or_demand
+from fastserve.util.model_demand import DRAW, refuse_or_demand
 from fastserve.util.rate_limited_log import run_all
 
 
@@ -210,16 +210,21 @@ class TrafficCatalog(PartialCatalog):
         self._arms = arms
 
     def available(self, name: str, number: int | None = None) -> Version | None:
+        draw = DRAW.get()
+        if draw is not None:
+            draw.version = None
         if number is not None or name not in self._arms:
             return super().available(name, number)
         model = self.models.get(name)
         if model is None:
             return None
         version = model.arm(self._arms[name])
-        if version is not None and not version.down:
-            return version
-        others = filter(None, map(model.arm, sort_arms(model.rules.traffic)))
-        return next((other for other in others if not other.down), version or model.latest)
+        if version is None or version.down:
+            others = filter(None, map(model.arm, sort_arms(model.rules.traffic)))
+            version = next((other for other in others if not other.down), version or model.latest)
+        if draw is not None:
+            draw.version = version
+        return version
 
 
 class VersionListener(Protocol):

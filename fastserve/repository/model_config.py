@@ -143,7 +143,7 @@ class NativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     traffic: dict[Name, float] = {}
     """Version or label -> weight: where requests go that name neither. None: to the highest version."""
     sticky: StickyOptions | None = None
-    """The header that keeps a client at one version of `traffic`."""
+    """The header or input that keeps a client at one version of `traffic`."""
     shadow: ShadowOptions | None = None
     """A version that runs copies of requests to the others; its answers are compared and thrown away."""
     signatures: dict[Name, SignatureConfig] = {}

@@ -37,7 +37,7 @@ from fastserve.net.http2.settings import Lifetimes
 from fastserve.net.key_usage import KeyCounts, KeyLimits, KeyUsage
 from fastserve.net.tls import Credentials
 from fastserve.net.traced_endpoints import Tracer
-from fastserve.net.traffic_split import SplitRule, TrafficSplit
+from fastserve.net.traffic_split import BY_VALUE, SplitRule, TrafficSplit
 from fastserve.server.audit_log import AuditLog
 from fastserve.server.dialect_selection import (
     DialectCompartment,
@@ -682,7 +682,8 @@ def is_same(one: Listener, other: Listener) -> bool:
 
 
 def _split_rule(rules: TrafficRules) -> SplitRule:
-    header = b"" if rules.sticky is None else rules.sticky.header.lower().encode()
+    sticky = rules.sticky
+    header = b"" if sticky is None else BY_VALUE if sticky.input else sticky.header.lower().encode()
     keys = sorted(rules.traffic)  # a file that is written in another order keeps clients where they are
     return SplitRule([rules.traffic[key] for key in keys], keys, header)
 

@@ -287,10 +287,21 @@ class RequestLogOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class StickyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `sticky` section of model.yaml: the header that keeps a client at one version of `traffic`."""
+    """The `sticky` section of model.yaml: the header or the input that keeps a client at one version of
+    `traffic`."""
 
-    header: Annotated[str, Meta(pattern="^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
+    header: Annotated[str, Meta(pattern="^[A-Za-z0-9!#$%&'*+.^_`|~-]{0,128}$")] = ""
     """Header over HTTP, metadata over gRPC: requests with the same value of it go to the same version."""
+    input: Annotated[str, Meta(max_length=1024)] = ""
+    """Input, of strings or integers: requests with the same first element of it go to the same version."""
+
+    def __post_init__(self) -> None:
+        if bool(self.header) == bool(self.input):
+            raise ValueError(fault_text("sticky", self.header, "a header or an input"))
+
+    def describe(self) -> str:
+        """Return what draws, in words."""
+        return f"header {self.header}" if self.header else f"input {self.input}"
 
 
 class ShadowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -329,7 +340,7 @@ class TrafficRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         total = sum(self.traffic.values())
         shares = [f"{arm} {100 * weight / total:.4g} percent" for arm, weight in self.traffic.items()]
         if shares:
-            sticky = "" if self.sticky is None else f", sticky by header {self.sticky.header}"
+            sticky = "" if self.sticky is None else f", sticky by {self.sticky.describe()}"
             yield f"requests without a version: {', '.join(shares)}{sticky}"
         if self.shadow is not None:
             yield f"shadow: {self.shadow.percent:g} percent of requests, copied to version {self.shadowed}"
@@ -373,7 +384,9 @@ def check_traffic(rules: HasTraffic) -> None:
         if not 0 < weight < inf:
             raise ValueError(fault_text(f"traffic.{arm}", weight, "a number above 0"))
     if rules.sticky is not None and not rules.traffic:
-        raise ValueError(fault_text("sticky", rules.sticky.header, "nothing without traffic"))
+        raise ValueError(
+            fault_text("sticky", rules.sticky.header or rules.sticky.input, "nothing without traffic")
+        )
     if rules.shadow is not None and str(rules.shadow.version) in rules.traffic:
         raise ValueError(
             fault_text("shadow.version", rules.shadow.version, "a version that traffic does not name")

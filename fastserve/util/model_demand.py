@@ -1,17 +1,19 @@
-"""Requests for models that are not in memory: the request stops where it looks its model up, and runs again.
+"""Requests that run again. One for a model that is not in memory stops where it looks its model up; one whose
+inputs lead to another version (`sticky` by an input) stops before it runs.
 
     refuse_or_demand("m")                     a lookup in vain of a model that the server loads on demand
     await run_again(want, demand, again)      the model is loaded, and `again` runs the request anew
 
 ModelDemand passes every handler that answers errors, as asyncio.CancelledError does: it is no answer. A load
-that fails is raised by the second lookup, so each dialect answers it in its own form and counts it.
+that fails is raised by the second lookup, so each dialect answers it in its own form and counts it. So does
+VersionDrawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastserve.errors import Kind, ServeError
 
@@ -31,6 +33,24 @@ class ModelDemand(BaseException):
         super().__init__(model)
         self.model = model
 
+
+class VersionDrawn(BaseException):
+    """The inputs of a request lead to another version than the one that it was read for."""
+
+
+class ValueDraw(Protocol):
+    """The draw of a request that may run again. `version` is the one that it was read for, None where it has
+    named its version."""
+
+    version: object
+
+    def leads_away(self, model: str, value: bytes) -> bool:
+        """Return whether requests of the model with this value go to another version. Those of this task run
+        where they are from then on."""
+
+
+DRAW: ContextVar[ValueDraw | None] = ContextVar("value_draw", default=None)
+"""Of the request of this task; None where it cannot run again."""
 
 _FAULTS: ContextVar[dict[str, ServeError] | None] = ContextVar("demand_faults", default=None)
 """Why models could not be loaded for the request of this task."""

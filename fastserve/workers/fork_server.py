@@ -36,7 +36,6 @@ from fastserve.workers.control import (
     exit_now,
     name_process,
 )
-from fastserve.workers.pinning import PRIORITY
 
 log = logging.getLogger("fastserve.workers.fork_server")  # which is run as __main__
 
@@ -102,8 +101,6 @@ def _prepare(control: ControlChannel) -> bool:
     imports = str(order["imports"])
     log.info("imports %s, once for all models", imports)
     began_s = time.monotonic()
-    if order["aside"]:
-        PRIORITY.step_back()
     try:
         with gc_paused():
             for name in IMPORTED[imports]:
@@ -113,7 +110,6 @@ def _prepare(control: ControlChannel) -> bool:
         control.send({"op": "unfit", "reason": f"{type(error).__name__}: {error}"[:400]})
         return False
     gc_freeze()
-    PRIORITY.step_forward()
     seconds = time.monotonic() - began_s
     log.info("imported them in %.1f s", seconds)
     control.send({"op": "ready", "seconds": seconds})

@@ -139,9 +139,7 @@ class ForkServers:
         server = self._servers.get(key)
         if server is None or server.state is ForkServerState.OVER:
             unfit = partial(self._unfit.add, key)
-            server = ForkServer(
-                imports, dict(key[1]), unfit, self._on_wait, entry=self._entry, aside=self.on_demand
-            )
+            server = ForkServer(imports, dict(key[1]), unfit, self._on_wait, entry=self._entry)
             try:
                 server.start()
             except (OSError, ControlFault) as error:
@@ -194,9 +192,8 @@ class ForkServer:
         on_wait: Callable[[], None],
         *,
         entry: Sequence[str],
-        aside: bool,
     ) -> None:
-        self.imports, self._aside = imports, aside
+        self.imports = imports
         self.state = ForkServerState.IMPORTING
         self.words = ""
         """How it ended, once it is over."""
@@ -212,9 +209,7 @@ class ForkServer:
         self.process.spawn()
         self._expect(0, START_S)
         try:
-            self.process.send(
-                {"op": "begin", "logs": current_logs(), "imports": self.imports, "aside": self._aside}
-            )
+            self.process.send({"op": "begin", "logs": current_logs(), "imports": self.imports})
         except ControlFault:
             self.process.kill("it could not be told to begin")
             raise

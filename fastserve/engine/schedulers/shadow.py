@@ -3,11 +3,16 @@
     ShadowVersions      of a process: puts ShadowedSchedulers before versions, and takes them away
     ShadowedScheduler   before a version's scheduler: draws requests, copies their tensors and answers
     compare_outputs     what is different in the shadow's answer
+    StickyScheduler     before a version whose requests are drawn by the value of an input
 
 A copy runs after its request is answered, and nothing waits for it. While MOST_COPIES are under way, or
 their tensors have MOST_BYTES, or there were `most_per_second`, further ones are dropped and counted, so a
 shadow that is stopped costs a few comparisons. A request that is drawn takes the general path; one that no
 copy can be made of stays on the fast path.
+
+A request that was read for another version than its value leads to stops before it runs, and runs again
+(net/traffic_split.py): the first draw is made before the body is read. A request that named its version, a
+step of an ensemble, a copy for a shadow and a request of a stream run where they are.
 """
 
 from __future__ import annotations
@@ -39,7 +44,8 @@ from fastserve.repository.catalog import Catalog
 from fastserve.repository.version import Model, Version, VersionState
 from fastserve.request import InferRequest, InferResponse
 from fastserve.settings.model_options import ShadowOptions
-from fastserve.tensor import Tensor
+from fastserve.tensor import ARRAY_CODE, Tensor
+from fastserve.util.model_demand import DRAW, VersionDrawn
 from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
@@ -50,47 +56,65 @@ RUN_S = 10.0
 MOST_COMPARED, AT_A_TIME = 16_384, 1_024
 """Elements of an output whose bytes differ that are compared, evenly spread, and how many in one turn of the
 loop: 0.2 ms."""
+MOST_VALUE_BYTES = 4096
+"""How much of a string is read that draws a version."""
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 class ShadowVersions:
-    """The shadows of one front process's models."""
+    """The shadows of one front process's models. It puts StickySchedulers before versions too: the rules ask
+    for both."""
 
     def __init__(self, catalog: Catalog, registry: Registry) -> None:
         self._catalog, self._registry = catalog, registry
         self._shadows: dict[str, Shadow] = {}
+        self._dressed: set[str] = set()  # models whose versions have schedulers before theirs
         catalog.on_rules.append(self.follow)
 
     def follow(self) -> None:
         """Give every available version the scheduler that the rules ask for."""
         for name in self._shadows.keys() - self._catalog.models.keys():
             del self._shadows[name]
+        self._dressed &= self._catalog.models.keys()
         for model in self._catalog.models.values():
-            options = model.rules.shadow
+            options, sticky = model.rules.shadow, model.rules.sticky
+            wears = sticky is not None and bool(sticky.input)
             if options is not None and options.percent:
+                wears = True
                 shadow = self._shadows.get(model.name)
                 if shadow is None:
-                    shadow = self._shadows[model.name] = Shadow(model, self._registry, options)
+                    self._shadows[model.name] = Shadow(model, self._registry, options)
                 elif shadow.options != options:
                     shadow.use(options)
-                for version in model.available():
-                    self._dress(version, shadow if version.number != options.version else None)
-            elif self._shadows.pop(model.name, None) is not None:
-                for version in model.available():
-                    self._dress(version, None)
+            else:
+                self._shadows.pop(model.name, None)
+            if not wears and model.name not in self._dressed:
+                continue
+            for version in model.available():
+                shadowed = version.number == model.rules.shadowed
+                self._dress(
+                    version,
+                    None if shadowed else self._shadows.get(model.name),
+                    "" if shadowed or sticky is None else sticky.input,
+                )
+            (self._dressed.add if wears else self._dressed.discard)(model.name)
 
-    def _dress(self, version: Version, shadow: Shadow | None) -> None:
-        """Put a ShadowedScheduler before the version's scheduler, or take it away for None."""
-        worn = find_scheduler(version)
-        if worn is None or version.config.options.decoupled:
+    def _dress(self, version: Version, shadow: Shadow | None, tensor: str) -> None:
+        """Put a ShadowedScheduler before the version's scheduler, and a StickyScheduler before that; neither
+        for None and ""."""
+        inner = find_scheduler(version)
+        if inner is None or version.config.options.decoupled:
             return
-        if isinstance(worn, ShadowedScheduler):
-            if worn.shadow is shadow:
-                return
-            worn = worn.inner
-        elif shadow is None:
+        had_tensor, had_shadow = "", None
+        if isinstance(inner, StickyScheduler):
+            had_tensor, inner = inner.tensor, inner.inner
+        if isinstance(inner, ShadowedScheduler):
+            had_shadow, inner = inner.shadow, inner.inner
+        if had_tensor == tensor and had_shadow is shadow:
             return
-        SCHEDULER.put(version, worn if shadow is None else ShadowedScheduler(worn, shadow))
+        if shadow is not None:
+            inner = ShadowedScheduler(inner, shadow)
+        SCHEDULER.put(version, StickyScheduler(inner, tensor) if tensor else inner)
         self._catalog.renew(version)
 
 
@@ -265,6 +289,52 @@ class ShadowedScheduler(DelegatingScheduler):
 
     def request_sampler(self) -> ShadowSampler:
         return self.sampler
+
+
+class StickyScheduler(DelegatingScheduler):
+    """A draw by the input `tensor` before another scheduler. All requests take the general path: the fast one
+    does not look at values."""
+
+    def __init__(self, inner: Scheduler, tensor: str) -> None:
+        super().__init__(inner)
+        self.tensor = tensor
+
+    async def infer(self, engine: Engine, version: Version, request: InferRequest) -> InferResponse:
+        draw = DRAW.get()
+        if draw is not None and draw.version is version:
+            value = read_value(request.inputs.get(self.tensor))
+            if value is not None and draw.leads_away(version.model, value):
+                raise VersionDrawn
+        return await self.inner.infer(engine, version, request)
+
+    def request_sampler(self) -> Sampler:
+        return EVERY_REQUEST
+
+
+class _EveryRequest:
+    """Draws every request of the fast path."""
+
+    def draw(self) -> bool:
+        """Return True."""
+        return True
+
+
+EVERY_REQUEST = _EveryRequest()
+
+
+def read_value(tensor: Tensor | None) -> bytes | None:
+    """Return the first element of a tensor as a header says it: a string's bytes, or an integer in decimals;
+    None for no tensor, no element and other types."""
+    if tensor is None:
+        return None
+    data, dtype = memoryview(tensor.data).cast("B"), tensor.dtype
+    if dtype.name == "bytes":
+        size = int.from_bytes(data[:4], "little")
+        return bytes(data[4 : 4 + min(size, MOST_VALUE_BYTES)]) if len(data) >= 4 else None
+    if ARRAY_CODE.get(dtype.name, "f") in "fd" or len(data) < dtype.item_bytes:
+        return None
+    signed = dtype.name.startswith("int")
+    return b"%d" % int.from_bytes(data[: dtype.item_bytes], "little", signed=signed)
 
 
 def _copy_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import yaml
 
-from fastserve.engine.schedulers.shadow import MOST_COPIES, compare_outputs
-from fastserve.net.traffic_split import SplitRule, TrafficSplit, hash_point
+from fastserve.engine.schedulers.shadow import MOST_COPIES, compare_outputs, read_value
+from fastserve.net.traffic_split import BY_VALUE, RequestDraw, SplitRule, TrafficSplit, hash_point
 from fastserve.protos import load
 from fastserve.settings import AdminOptions, Listener
 from fastserve.settings.key_file import changing, make_key
@@ -232,6 +232,205 @@ def test_a_header_is_sticky_in_every_front_and_protocol(tmp_path: Path, users: i
                         assert answer.model_version == str(version)
             without = Counter([await ask_v1(clients[0], 1.0) for _ in range(100)])
             assert without.keys() == {1, 2}, "no header: at random"
+
+    run(work())
+
+
+def test_values_of_an_input_draw_as_a_header_does() -> None:
+    rule = SplitRule((1, 3), ("canary", "stable"), BY_VALUE)
+    split = TrafficSplit(lambda arms: dict(arms))  # type: ignore[arg-type, return-value]
+    split.change({"a": rule, "b": SplitRule((1, 1), ("1", "2"), b"x-user")})
+    assert split.by_value
+    counts: Counter[tuple[str, str]] = Counter()
+    asked, again = 100_000, 0
+    for at in range(asked):
+        fields, came_ns = [(b"x-user", b"%d" % (at % 7))], 10**12 + at * 20_000
+        drawn: Any = split.choose(fields, came_ns)
+        counts["drawn", drawn["a"]] += 1
+        draw, value = RequestDraw(split, fields, came_ns), b"user-%d" % at
+        if draw.leads_away("a", value):
+            again += 1
+            other: Any = split.choose(fields, came_ns, draw.point)
+            assert (other["a"] != drawn["a"], other["b"]) == (True, drawn["b"])
+            drawn = other
+        assert drawn["a"] == ("canary" if hash_point(value) < 0.25 else "stable")
+        counts["by value", drawn["a"]] += 1
+    assert all(abs(counts[way, "canary"] / asked - 0.25) < 0.01 for way in ("drawn", "by value"))
+    assert abs(again / asked - 2 * 0.25 * 0.75) < 0.01
+    assert not RequestDraw(split, [], 1).leads_away("nobody", b"x")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data", "value"),
+    [
+        ("bytes", b"\x02\0\0\0ab\x01\0\0\0c", b"ab"),
+        ("bytes", b"\0\0\0\0", b""),
+        ("int64", struct.pack("<2q", -7, 1), b"-7"),
+        ("uint8", b"\xff", b"255"),
+        ("int64", b"", None),
+        ("bytes", b"", None),
+        ("float32", struct.pack("<f", 7), None),
+        ("bool", b"\1", None),
+    ],
+)
+def test_the_value_of_an_input(dtype: str, data: bytes, value: bytes | None) -> None:
+    assert read_value(Tensor(DTYPES[dtype], (1,), data)) == value
+    assert read_value(None) is None
+
+
+WHICH = """
+import numpy as np
+
+class Model:
+    def __init__(self, config):
+        pass
+
+    def run(self, inputs):
+        return {"y": np.full((len(inputs["x"]), 1), NUMBER, np.float32)}
+"""
+
+
+@pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+@pytest.mark.parametrize("dtype", ["int64", "bytes"])
+def test_an_input_is_sticky_over_every_protocol(tmp_path: Path, dtype: str) -> None:
+    tensors = {
+        "inputs": {"x": {"dtype": "float32", "shape": [1]}, "user": {"dtype": dtype, "shape": [1]}},
+        "outputs": {"y": {"dtype": "float32", "shape": [1]}},
+    }
+    rules = {"traffic": {"stable": 50, "canary": 50}, "sticky": {"input": "user"}}
+    model = write_versions(tmp_path, **rules, **tensors, shadow={"version": 3}, numbers=(1, 2, 3))
+    for number in (1, 2, 3):
+        (model / str(number) / "model.py").write_text(WHICH.replace("NUMBER", str(number)))
+    users = [str(number) for number in range(40, 52)]
+    wanted = {user: 2 if hash_point(user.encode()) < 0.5 else 1 for user in users}
+    assert set(wanted.values()) == {1, 2}
+    text = dtype == "bytes"
+
+    def v2_body(user: str) -> dict[str, Any]:
+        kind = "BYTES" if text else "INT64"
+        given = {"name": "user", "shape": [1, 1], "datatype": kind, "data": [user if text else int(user)]}
+        return {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1.0]}, given]}
+
+    sort = {"content_type": "application/json"}
+
+    def raw_user(user: str) -> bytes:
+        return struct.pack("<I", len(user)) + user.encode() if text else struct.pack("<q", int(user))
+
+    async def work() -> None:
+        both = {
+            "http": (Listener("127.0.0.1:0", ("tfserving", "kserve_v2", "triton_v1", "grps", "mlflow")),),
+            "grpc": (Listener("127.0.0.1:0"),),
+        }
+        async with serving(tmp_path, **both, frontends=2) as at:
+            client = await at.client()
+            place = at.server.front.grpc[0].address
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{place[1]}") as channel:
+
+                async def call(path: str, request: Any, answer: Any) -> Any:
+                    method = channel.unary_unary(path, type(request).SerializeToString, answer.FromString)
+                    return await method(request, timeout=60)
+
+                async def v1(user: str, target: str = "/v1/models/twice:predict") -> float:
+                    rows = [{"x": [1.0], "user": [user if text else int(user)]}] * 3
+                    return (await ask(client, {"instances": rows}, target))[1]["predictions"][2][0]
+
+                async def v2(user: str, target: str = "/v2/models/twice/infer") -> float:
+                    answer = (await ask(client, v2_body(user), target))[1]
+                    assert answer["model_version"] == str(int(answer["outputs"][0]["data"][0]))
+                    return answer["outputs"][0]["data"][0]
+
+                async def binary(user: str) -> float:
+                    told, raws = v2_body(user), [struct.pack("<f", 1.0), raw_user(user)]
+                    for tensor, raw in zip(told["inputs"], raws, strict=True):
+                        del tensor["data"]
+                        tensor["parameters"] = {"binary_data_size": len(raw)}
+                    head = json.dumps(told).encode()
+                    raw = head + b"".join(raws)
+                    client.writer.write(
+                        b"POST /v2/models/twice/infer HTTP/1.1\r\nHost: t\r\n"
+                        b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%b"
+                        % (len(head), len(raw), raw)
+                    )
+                    return json.loads((await client.page())[1])["outputs"][0]["data"][0]
+
+                async def v2_grpc(user: str) -> float:
+                    request = V2.ModelInferRequest(model_name="twice")
+                    request.inputs.add(name="x", datatype="FP32", shape=[1, 1])
+                    request.inputs.add(name="user", datatype="BYTES" if text else "INT64", shape=[1, 1])
+                    request.raw_input_contents.extend([struct.pack("<f", 1.0), raw_user(user)])
+                    path = "/inference.GRPCInferenceService/ModelInfer"
+                    answer = await call(path, request, V2.ModelInferResponse)
+                    assert answer.model_version == str(wanted[user])
+                    return struct.unpack("<f", answer.raw_output_contents[0])[0]
+
+                async def tfs_grpc(user: str) -> float:
+                    request = TFS.PredictRequest()
+                    request.model_spec.name = "twice"
+                    for name, kind in (("x", 1), ("user", 7 if text else 9)):
+                        request.inputs[name].dtype = kind
+                        for _ in range(2):
+                            request.inputs[name].tensor_shape.dim.add(size=1)
+                    request.inputs["x"].float_val.append(1.0)
+                    if text:
+                        request.inputs["user"].string_val.append(user.encode())
+                    else:
+                        request.inputs["user"].int64_val.append(int(user))
+                    path = "/tensorflow.serving.PredictionService/Predict"
+                    answer = await call(path, request, TFS.PredictResponse)
+                    assert answer.model_spec.version.value == wanted[user]
+                    return answer.outputs["y"].float_val[0]
+
+                async def grps(user: str) -> float:
+                    tensors = [
+                        {"name": "x", "dtype": 7, "shape": [1, 1], "flat_float32": [1.0]},
+                        {"name": "user", "dtype": 5, "shape": [1, 1], "flat_int64": [int(user)]},
+                    ]
+                    if text:
+                        tensors[1] = {
+                            "name": "user",
+                            "dtype": 9,
+                            "shape": [1, 1],
+                            "flat_string": [user],
+                        }
+                    body = {"gtensors": {"tensors": tensors}}
+                    answer = (await ask(client, body, "/grps/v1/infer/predict", **sort))[1]
+                    assert "gtensors" in answer, answer
+                    return answer["gtensors"]["tensors"][0]["flat_float32"][0]
+
+                async def mlflow(user: str) -> float:
+                    row = {"x": [[1.0]], "user": [[user if text else int(user)]]}
+                    answer = (await ask(client, {"inputs": row}, "/endpoints/twice/invocations", **sort))[1]
+                    assert "predictions" in answer, answer
+                    return np.ravel(answer["predictions"])[0]
+
+                for way in (v1, v2, binary, v2_grpc, tfs_grpc, grps, mlflow):
+                    found = {user: [await way(user) for _ in range(4)] for user in users}
+                    assert found == {user: [version] * 4 for user, version in wanted.items()}, way
+                for user in users:  # those that name a version get it
+                    assert await v1(user, "/v1/models/twice/versions/1:predict") == 1
+                    assert await v2(user, "/v2/models/twice/versions/2/infer") == 2
+
+    run(work())
+
+
+def test_without_the_input_requests_are_drawn(tmp_path: Path) -> None:
+    write_versions(tmp_path, traffic={"stable": 50, "canary": 50}, sticky={"input": "x"})
+
+    async def work() -> None:
+        async with serving(tmp_path, admin=ADMIN) as at:
+            client = await at.client()
+            # x is of floats, which name nobody
+            assert {await ask_v2(client, 1.0) for _ in range(60)} == {1, 2}
+            status, told = await ask(
+                client, {"traffic": {"1": 1}, "sticky": {"header": "a", "input": "x"}}, "/traffic/twice"
+            )
+            assert (status, told["error"]) == (400, told["error"])
+            assert "a header or an input" in told["error"]
+            status, told = await ask(
+                client, {"traffic": {"1": 1}, "sticky": {"input": "x"}}, "/traffic/twice"
+            )
+            assert (status, told["sticky"]) == (200, {"header": "", "input": "x"})
+            assert {await ask_v2(client, 1.0) for _ in range(20)} == {1}
 
     run(work())
 
