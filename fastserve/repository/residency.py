@@ -318,6 +318,9 @@ class Residency:
                 while any(one.leaving for name, one in self._residents.items() if name in names):
                     await self._wait_for_change(names[-1], until_s)
                 missing = [one for one in group if self._is_missing(one.name)]
+                for one in missing:  # one that has ended otherwise takes no room
+                    if (known := self._residents.get(one.name)) is not None and not known.loading:
+                        del self._residents[one.name]
                 sizes = [await asyncio.to_thread(self._estimate, one) for one in missing]
                 least, most = (sum(size) for size in zip(*sizes, strict=True)) if sizes else (0, 0)
                 room = await self._make_room(names, least, most, wanted, until_s)
