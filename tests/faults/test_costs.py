@@ -119,8 +119,14 @@ def test_what_is_fitted_logged_or_cached(costs: Costs, size: int) -> None:
     assert statuses.count(200) > 5
 
 
-@pytest.mark.parametrize("dialect", ["app", "tfserving", "kserve_v2", "grps"])
-@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 400)])
+@pytest.mark.parametrize(
+    ("dialect", "more", "status"),
+    [
+        *[(dialect, 1, 400) for dialect in ("app", "tfserving", "kserve_v2", "grps")],
+        *[(dialect, 0, 200) for dialect in ("tfserving", "kserve_v2")],
+        *[pytest.param(dialect, 0, 200, marks=pytest.mark.torture) for dialect in ("app", "grps")],
+    ],
+)
 def test_the_most_rows_that_a_request_may_have(costs: Costs, dialect: str, more: int, status: int) -> None:
     """A request that is split costs by its batches; one row more than may be is refused."""
     target, body = shapes.of_rows(dialect, MOST_BATCHES * BATCH_ROWS + more)
