@@ -314,19 +314,30 @@ _WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")
 """Families whose layers all have the config's window."""
 
 
+FEW: Sequence[int] = range(2, 5)
+"""Rows of which a CPU's float32 product is computed as weights times rows. With torch's library it takes 0.3
+to 0.6 of the time of rows times weights for 2 or 3 rows, 0.8 to 1 for 4, and as much or more beyond."""
+
+
 class Product:
     """A linear layer: `weight` [outputs, inputs], `bias` [outputs] or None."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
         self._turned = weight.t()
+        self._few = FEW if weight.device.type == "cpu" and weight.dtype == torch.float32 else ()
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """Return [..., inputs] -> [..., outputs]."""
+        """Return [count, inputs] -> [count, outputs]."""
+        if len(given) in self._few:
+            made = torch.mm(self._weight, given.t()).t().contiguous()
+            return made if self._bias is None else made.add_(self._bias)
         return linear(given, self._weight, self._bias)
 
     def add(self, hidden: torch.Tensor, given: torch.Tensor, scale: float) -> torch.Tensor:
         """Return `hidden` plus the product times a scale, both [count, outputs]."""
+        if len(given) in self._few:
+            return torch.add(hidden, self(given), alpha=scale)
         made = torch.addmm(hidden, given, self._turned, alpha=scale)
         return made if self._bias is None else made.add_(self._bias, alpha=scale)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastserve.backends.llm.torch_model import HostCopy, Int8Product
+from fastserve.backends.llm.torch_model import HostCopy, Int8Product, Product
 
 FOUND = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 
@@ -42,6 +42,22 @@ def test_what_a_device_has_is_waited_for_in_memory_of_its_own():
     np.testing.assert_array_equal(first, FOUND.numpy())
     assert len(waited) == 2
     assert not np.shares_memory(first, second)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+def test_a_product_of_few_rows_is_that_of_more(rows: int) -> None:
+    random = np.random.default_rng(rows)
+    weight, given, hidden, bias = (
+        random.normal(size=size).astype(np.float32) for size in ((9, 7), (rows, 7), (rows, 9), (9,))
+    )
+    for biased in (False, True):
+        product = Product(torch.from_numpy(weight), torch.from_numpy(bias) if biased else None)
+        expected = given @ weight.T + (bias if biased else 0)
+        made = product(torch.from_numpy(given))
+        assert made.is_contiguous()
+        np.testing.assert_allclose(made.numpy(), expected, rtol=1e-4, atol=1e-5)
+        added = product.add(torch.from_numpy(hidden), torch.from_numpy(given), 0.5).numpy()
+        np.testing.assert_allclose(added, hidden + 0.5 * expected, rtol=1e-4, atol=1e-5)
 
 
 def int8_product(weight: np.ndarray, bias: np.ndarray, given: np.ndarray) -> np.ndarray:
