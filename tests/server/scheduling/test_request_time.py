@@ -243,7 +243,7 @@ def test_rows_of_one_batch_are_told_apart(tmp_path: Path) -> None:
             first = seen(folder)[0]
             leaves.cancel()
             gone, wanted = folder / "gone", "0,1" if first == HELD else "1,0"
-            await at.until(lambda: gone.exists() and gone.read_text() == wanted)  # it is written again and again
+            await at.until(lambda: gone.exists() and gone.read_text() == wanted)  # written again and again
             release(folder)
             assert (await stays).json()["outputs"][0]["data"] == [HELD, 0.5]
 
