@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ MORE = ("glm", "gpt_neox", "granite", "olmo2", "phi", "phi3")
 def save_adapter(folder: Path, model: Any, targets: Iterable[str], settings: dict[str, Any]) -> None:
     """Write an adapter of random weights in PEFT's form."""
     folder.mkdir(parents=True)
-    torch.manual_seed(len(str(folder)) + settings["r"])
+    torch.manual_seed(crc32(folder.name.encode(), 2) + settings["r"])
     tensors, rank = {}, settings["r"]
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in targets:
@@ -231,7 +232,7 @@ def test_drafts_have_the_adapters_of_their_rows(folder: Path) -> None:
     fates = follow(engines[1]._engine)
     expected, heard = (run(engine, asked) for engine in engines)
     assert heard.tokens == expected.tokens
-    assert len({tuple(heard.tokens[rid]) for rid in range(4)}) > 1  # of three tokens some may agree
+    assert len({tuple(heard.tokens[rid]) for rid in range(4)}) == 4
     assert sum(accepted for _, accepted in fates) > 20
     for engine in engines:
         engine.close()
