@@ -39,6 +39,9 @@ OTHERS = {
     "nan": 400,
 }
 
+SOLVED = ("logit", "framed", "names", "table")
+"""Logistic regressions: their solver stops at another place in another release of scikit-learn."""
+
 
 def save(folder: Path, name: str, kind: str, file: str, **more: Any) -> Path:
     """Return the place of a model's file, beside its model-settings.json."""
@@ -148,12 +151,25 @@ def test_replies_are_the_originals(place: str, case: dict[str, Any]) -> None:
     for name, one in wanted.items():
         assert (found[name]["shape"], found[name]["datatype"]) == (one["shape"], one["datatype"])
         if one["datatype"].startswith("FP"):
-            # Trained again here: a solver stops at another place in another release of scikit-learn.
-            np.testing.assert_allclose(found[name]["data"], one["data"], rtol=0.02)
+            again = 0.02 if case["model"] in SOLVED else 1e-5  # another machine trained
+            np.testing.assert_allclose(found[name]["data"], one["data"], rtol=again)
         else:
             assert found[name]["data"] == one["data"]
     assert reply["model_name"] == case["reply"]["model_name"]
     assert reply.get("id") == case["body"].get("id")
+
+
+def test_probabilities_are_those_of_the_model(place: str) -> None:
+    """Trained again as `logit`, which gives the same bits on one machine."""
+    model = pytest.importorskip("sklearn.linear_model").LogisticRegression(max_iter=1000)
+    model.fit(*pytest.importorskip("sklearn.datasets").load_iris(return_X_y=True))
+    case = BY_TITLE["predict_proba"]
+    (given,), (found,) = (
+        case["body"]["inputs"],
+        outputs(ask(f"{place}/v2/models/logit/infer", case["body"])[1]).values(),
+    )
+    rows = np.reshape(given["data"], given["shape"])
+    np.testing.assert_array_equal(np.reshape(found["data"], found["shape"]), model.predict_proba(rows))
 
 
 def test_repeated_requests_are_answered_alike(place: str) -> None:
