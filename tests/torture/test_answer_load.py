@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,6 +132,10 @@ def ask_text(rng: random.Random, number: int) -> Question:
 
 TOOL = {"name": "find", "description": "Find a person.", "parameters": PERSON}
 SAID: dict[str, str] = {}
+FIRST: dict[str, tuple[list[str], list[dict[str, float]]]] = {}
+"""The tokens of the first answer to a request, and the two most likely ones at each place."""
+NEAR = 0.05
+"""Difference of log probabilities: what was seen to part answers was within 0.003."""
 """Greedy answers, by request: the same from every worker, alone and in company."""
 
 
@@ -171,10 +176,20 @@ def ask_apis(rng: random.Random, number: int) -> Question:
 def ask_adapters(rng: random.Random, number: int) -> Question:
     """A greedy answer of the base or of one of its adapters."""
     model, prompt = rng.choice(("scribe", "first", "second")), f"In the {rng.randrange(9)}"
-    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0}
-    return Question(
-        "/v1/completions", body, says_the_same(body, lambda told: str(told["choices"][0]["text"]))
-    )
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    return Question("/v1/completions", body, partial(parts_at_near_ties, json.dumps(body)))
+
+
+def parts_at_near_ties(asked: str, told: Any) -> bool:
+    """Whether an answer is the first one to the same request, at least up to a token for which two were
+    nearly as likely: a number of int8 that lies between two is rounded as the company of a step has it."""
+    tokens, ranked = (told["choices"][0]["logprobs"][key] for key in ("tokens", "top_logprobs"))
+    first, first_ranked = FIRST.setdefault(asked, (tokens, ranked))
+    at = next((i for i, pair in enumerate(zip(tokens, first, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return len(tokens) == len(first)
+    gaps = (sorted(best[at].values()) for best in (ranked, first_ranked))
+    return all(len(gap) > 1 and gap[-1] - gap[-2] < NEAR for gap in gaps)
 
 
 def says_the_same(body: dict[str, Any], read: Callable[[Any], str]) -> Callable[[Any], bool]:
