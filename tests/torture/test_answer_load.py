@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -19,15 +20,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import uvloop
 import yaml
 
 from fastserve.demo import demo_repository
+from fastserve.net.traffic_split import hash_point
 from tests import proc
 from tests.backends.llm.folders import read_model
 from tests.backends.llm.test_lora import ALL, SETTINGS, save_adapter
@@ -132,11 +135,11 @@ def ask_text(rng: random.Random, number: int) -> Question:
 
 TOOL = {"name": "find", "description": "Find a person.", "parameters": PERSON}
 SAID: dict[str, str] = {}
+"""Greedy answers, by request: the same from every worker, alone and in company."""
 FIRST: dict[str, tuple[list[str], list[dict[str, float]]]] = {}
 """The tokens of the first answer to a request, and the two most likely ones at each place."""
 NEAR = 0.05
 """Difference of log probabilities: what was seen to part answers was within 0.003."""
-"""Greedy answers, by request: the same from every worker, alone and in company."""
 
 
 def ask_apis(rng: random.Random, number: int) -> Question:
@@ -190,6 +193,47 @@ def parts_at_near_ties(asked: str, told: Any) -> bool:
         return len(tokens) == len(first)
     gaps = (sorted(best[at].values()) for best in (ranked, first_ranked))
     return all(len(gap) > 1 and gap[-1] - gap[-2] < NEAR for gap in gaps)
+
+
+def ask_to_repeat(rng: random.Random, number: int) -> Question:
+    """A greedy answer to a prompt that repeats itself, of which drafts are made."""
+    prompt = f"In the {rng.randrange(9)} beginning. " * 6
+    body = {"model": "scribe", "prompt": prompt, "max_tokens": 40, "temperature": 0, "logprobs": 2}
+    return Question("/v1/completions", body, partial(parts_at_near_ties, json.dumps(body)))
+
+
+@cache
+def forest() -> tuple[Any, Any, Any]:
+    """A forest, rows of its kind, and their probabilities by scikit-learn."""
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    rows = np.random.default_rng(1).normal(size=(500, 6))
+    labels = (rows[:, 0] * rows[:, 1] > rows[:, 2]).astype(int)
+    model = ensemble.RandomForestClassifier(40, random_state=1).fit(rows, labels)
+    return model, rows, model.predict_proba(rows)
+
+
+def ask_trees(rng: random.Random, number: int) -> Question:
+    """The probabilities of one to forty rows, to the last bit."""
+    _, rows, probabilities = forest()
+    chosen = rng.sample(range(len(rows)), rng.choice((1, 2, 5, 40)))
+    data, wanted = rows[chosen].ravel().tolist(), probabilities[chosen].ravel().tolist()
+    part = {"name": "input", "shape": [len(chosen), 6], "datatype": "FP64", "data": data}
+    body = {"inputs": [part], "outputs": [{"name": "probabilities"}]}
+    return Question("/v2/models/forest/infer", body, lambda told: bool(told["outputs"][0]["data"] == wanted))
+
+
+def ask_as_a_user(rng: random.Random, number: int) -> Question:
+    """Rows of a user, whose version of the model stays the one that its value leads to."""
+    user, value = rng.randrange(1000), float(rng.randrange(30))
+    version = 2 if hash_point(str(user).encode()) < 0.5 else 1
+    parts = [
+        {"name": "x", "shape": [1, 2], "datatype": "FP64", "data": [value, value]},
+        {"name": "user", "shape": [1, 1], "datatype": "INT64", "data": [user]},
+    ]
+    wanted = [value * 2 + version] * 2
+    return Question(
+        "/v2/models/twice/infer", {"inputs": parts}, lambda told: bool(told["outputs"][0]["data"] == wanted)
+    )
 
 
 def says_the_same(body: dict[str, Any], read: Callable[[Any], str]) -> Callable[[Any], bool]:
@@ -246,6 +290,9 @@ CAPABILITIES = {
     "request log and cache": Capability(ask_rows, {"request_log": LOGGED, "cache": True}, logs=True),
     "structured answers": Capability(ask_text, text={"runtime": "numpy"}),
     "text APIs": Capability(ask_apis, text={"runtime": "numpy"}),
+    "drafts": Capability(ask_to_repeat, text={"runtime": "torch", "prompt_lookup_num_tokens": 8}),
+    "trees": Capability(ask_trees),
+    "a sticky input": Capability(ask_as_a_user, {"sticky": {"input": "user"}}),
     "adapters of int8": Capability(ask_adapters, text={"runtime": "torch", "quantization": "int8"}),
 }
 
@@ -261,10 +308,28 @@ def write_models(folder: Path, capability: Capability) -> None:
                     scribe / "1" / "adapters" / name, read_model(scribe / "1"), ALL, SETTINGS[number]
                 )
         return
-    (folder / "twice" / "1").mkdir(parents=True)
-    (folder / "twice" / "1" / "model.py").write_text(SOURCE)
+    if capability.ask is ask_trees:
+        (folder / "forest" / "1").mkdir(parents=True)
+        with (folder / "forest" / "1" / "model.pkl").open("wb") as file:
+            pickle.dump(forest()[0], file)
+        config: dict[str, Any] = {"backend": "sklearn", "instances": 2, "max_batch_size": 64}
+        config["parameters"] = {"trust_pickle": True}
+        (folder / "forest" / "model.yaml").write_text(yaml.safe_dump(config))
+        return
     tensor = {"dtype": "float64", "shape": [2]}
     config = {"backend": "python", "inputs": {"x": tensor}, "outputs": {"y": tensor}}
+    numbers = [1]
+    if "sticky" in capability.config:
+        numbers = [1, 2]
+        config["inputs"] = {"x": tensor, "user": {"dtype": "int64", "shape": [1]}}
+        config |= {
+            "version_policy": "all",
+            "labels": {"stable": 1, "canary": 2},
+            "traffic": {"stable": 50, "canary": 50},
+        }
+    for number in numbers:
+        (folder / "twice" / str(number)).mkdir(parents=True)
+        (folder / "twice" / str(number) / "model.py").write_text(SOURCE.replace("1}", f"{number}}}"))
     more = {"max_batch_size": 16, "instances": 2, **capability.config}
     (folder / "twice" / "model.yaml").write_text(yaml.safe_dump({**config, **more}))
 
