@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_BYTES = 10_300_000  # of which the demo's text model takes 5.9
+MOST_BYTES = 10_700_000  # of which the demo's text model takes 5.9, compiled modules 2.8
 
 
 def faults(names: set[str]) -> Iterator[str]:
