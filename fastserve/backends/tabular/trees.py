@@ -93,8 +93,8 @@ def try_trees(what: str, build: Callable[[], Mapping[str, Compute]]) -> Mapping[
         return build()
     except Unfit as reason:
         log.debug("%s: run by its library: %s", what, reason)
-    except Exception as error:  # a version of the library with other names: it runs as it did
-        log.debug("%s: run by its library: %s: %s", what, type(error).__name__, error)
+    except Exception as error:  # a version of the library with other names: it runs as it did, slower
+        log.info("%s: run by its library: %s: %s", what, type(error).__name__, error)
     return {}
 
 
