@@ -234,6 +234,7 @@ class CompletionCall:
         if wanted.tools is not None:
             plan = self._plan = await plan_calls(wanted.tools, self._model, sampling.grammar)
             sampling = msgspec.structs.replace(sampling, grammar=plan.grammar)
+            self._answer.held = plan.held
         if wanted.messages:
             shown = None if plan is None else plan.use.shown
             prompts = [await self._model.chat(wanted.messages, shown, **wanted.template)]
@@ -510,6 +511,8 @@ class AnswerEncoder(ABC):
     """The last piece of all."""
     ends_with_usage = False
     """Whether the last chunk of a stream wants the usage."""
+    held: frozenset[str] = frozenset()
+    """Functions whose arguments a grammar holds to their schemas."""
 
     def __init__(self, model: str, version: object, form: AnswerForm = PLAIN) -> None:
         self.scored = form.scored

@@ -67,7 +67,7 @@ from fastserve.serving.text import EventTemplate
 NOT_STORED = "is not supported: nothing is stored here; send the whole conversation in `input`"
 STORED = ("previous_response_id", "conversation", "store", "background")
 LOGPROBS = "message.output_text.logprobs"
-PLACES = ToolPlaces(".name", ".parameters")
+PLACES = ToolPlaces(".name", ".parameters", strict=True)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -425,6 +425,12 @@ class ResponsesWriter(AnswerEncoder):
     def _part(self, kind: str, **more: Any) -> bytes:
         return self._item_event(kind, content_index=0, **more)
 
+    def _repeat(self, tool: ResponseTool) -> ResponseTool:
+        """Return a tool with what came of a `strict` that the request left open."""
+        if tool.strict is not None:
+            return tool
+        return msgspec.structs.replace(tool, strict=tool.name in self.held)
+
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: TokenUsage | None = None
     ) -> dict[str, Any]:
@@ -449,7 +455,7 @@ class ResponsesWriter(AnswerEncoder):
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": _repeat_format(body.text)},
             "tool_choice": "auto" if is_neutral(body.tool_choice) else body.tool_choice,
-            "tools": body.tools or [],
+            "tools": [self._repeat(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",

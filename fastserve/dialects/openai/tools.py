@@ -10,7 +10,8 @@
 
 The model's chat template shows it the tools. A call that has to come (`required`, or a function by name) is
 guaranteed by a grammar in the model's own form of calls (`call_parsers`), which the model's worker follows.
-With `auto` the answer is parsed; where a tool is `strict`, a grammar begins with the first call.
+With `auto` the answer is parsed; where a tool is `strict`, a grammar begins with the first call. In Responses
+a tool is strict unless it says otherwise, where its schema is one that a grammar holds for certain.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
@@ -64,6 +65,25 @@ the name itself, perhaps after other keys that calls have; the arguments; what i
 OBJECT = Raw(b'"object"')
 NO_PARAMETERS = {"type": OBJECT, "properties": Raw(b"{}")}
 EXPECTED: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
+MOST_IMPLIED_BYTES = 12 << 10
+"""Bytes of the tools of a request up to which they are strict without saying so: their grammar is then short
+enough to be followed."""
+BOUNDS_OF_NUMBERS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+MOST_BOUND, LEAST_BOUND = 1e15, 1e-6
+"""Bounds of numbers beyond these become regular expressions that llguidance may refuse."""
+KEYWORDS: Mapping[str, set[str]] = {
+    "string": {"minLength", "maxLength", "format"},
+    "integer": {key for keys in BOUNDS_OF_NUMBERS for key in keys},
+    "number": {key for keys in BOUNDS_OF_NUMBERS for key in keys},
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+    "boolean": set(),
+    "null": set(),
+}
+"""Keywords for each type of a schema that is held without saying so."""
+REMARKS = {"title", "description", "default", "examples", "deprecated"}
+TEXT_FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+TYPE_NAMES = {bool: "boolean", str: "string", int: "integer", float: "number", type(None): "null"}
 NO_PLACE = "cannot be used: the chat template of model '{}' has no place for tools"
 UNKNOWN_FORM = (
     "cannot be used: the chat template of model '{}' has calls in a form that is not known here; "
@@ -81,6 +101,8 @@ class ToolPlaces(NamedTuple):
     parameters: str = ".function.parameters"
     tools: str = "tools"
     choice: str = "tool_choice"
+    strict: bool = False
+    """Whether a tool is strict that does not say, where its schema allows that."""
 
 
 CHAT_PLACES = ToolPlaces()
@@ -221,6 +243,10 @@ class ToolName(NamedTuple):
 @lru_cache(maxsize=MOST_KEPT)
 def _read_use(tools: bytes, wanted: ChoiceWord | ToolName, parallel: bool, places: ToolPlaces) -> ToolUse:
     functions = [tool.function for tool in _read_list(b'{"tools":%b}' % tools, places)]
+    if places.strict and len(tools) <= MOST_IMPLIED_BYTES:
+        for function in functions:
+            if function.strict is None:
+                function.strict = can_hold(_schema_of(function))
     shown = read_typed(_PLAIN, tools)
     for tool in shown:
         _complete(tool["function"])
@@ -286,6 +312,95 @@ def _read_parameters(function: ToolFunction, place: str) -> dict[str, Raw]:
     found = read_typed(_SCHEMA, bytes(raw))
     check(bytes(found.get("type", OBJECT)) == b'"object"', f"{place}.type", "must be object")
     return found
+
+
+def _schema_of(function: ToolFunction) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which has been read before, as Python's objects."""
+    raw = function.parameters
+    read = {} if isinstance(raw, UnsetType) or is_neutral(raw) else read_typed(_OBJECT, bytes(raw))
+    return {"type": "object", **read}
+
+
+def can_hold(schema: Mapping[str, Any]) -> bool:
+    """Return whether a grammar certainly holds the arguments of a function to their schema: it has no
+    keywords but the most common ones, and no bounds that exclude each other."""
+    schema, named = dict(schema), dict[str, object]()
+    for key in ("$defs", "definitions"):
+        given = schema.pop(key, {})
+        if not isinstance(given, dict):
+            return False
+        named |= {f"#/{key}/{name}": one for name, one in given.items()}
+    refers = any(isinstance(one, dict) and "$ref" in one for one in named.values())  # perhaps to itself
+    return not refers and all(_holds(one, named) for one in (schema, *named.values()))
+
+
+def _holds(schema: object, named: Mapping[str, object]) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    keys = schema.keys() - REMARKS
+    if "$ref" in keys:
+        return keys == {"$ref"} and isinstance(schema["$ref"], str) and schema["$ref"] in named
+    if "anyOf" in keys:
+        some = schema["anyOf"]
+        return keys == {"anyOf"} and isinstance(some, list) and bool(some) and _all_hold(some, named)
+    types = schema.get("type", list(KEYWORDS))
+    types = types if isinstance(types, list) else [types]
+    if not types or not all(isinstance(each, str) and each in KEYWORDS for each in types):
+        return False
+    if keys & {"enum", "const"}:
+        values = schema.get("enum", [schema.get("const")])
+        fits = keys <= {"type", "enum"} or keys <= {"type", "const"}
+        return (
+            fits and isinstance(values, list) and bool(values) and all(_type_of(v) in types for v in values)
+        )
+    return keys <= {"type"}.union(*(KEYWORDS[each] for each in types)) and _parts_hold(schema, named)
+
+
+def _type_of(value: object) -> str:
+    return TYPE_NAMES.get(type(value), "")
+
+
+def _all_hold(schemas: Iterable[object], named: Mapping[str, object]) -> bool:
+    return all(_holds(each, named) for each in schemas)
+
+
+def _parts_hold(schema: Mapping[str, Any], named: Mapping[str, object]) -> bool:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    inner = [schema[key] for key in ("items", "additionalProperties") if key in schema]
+    return (
+        all(isinstance(name, str) and name in properties for name in required)
+        and _all_hold([*properties.values(), *(each for each in inner if not isinstance(each, bool))], named)
+        and schema.get("items", True) is not False
+        and (isinstance(schema.get("format", "date"), str) and schema.get("format", "date") in TEXT_FORMATS)
+        and _ordered([schema.get(key) for key in ("minLength", "maxLength")])
+        and _ordered([schema.get(key) for key in ("minItems", "maxItems")])
+        and _bounded(schema)
+    )
+
+
+def _ordered(sizes: Sequence[object]) -> bool:
+    """Return whether bounds of a length are numbers from 0, the first the smaller one."""
+    given = [each for each in sizes if each is not None]
+    whole = all(type(each) is int and 0 <= each <= MOST_BOUND for each in given)
+    return whole and given == sorted(cast("list[int]", given))
+
+
+def _bounded(schema: Mapping[str, Any]) -> bool:
+    """Return whether there are numbers between the bounds, which are of a size that texts of numbers have."""
+    lows, highs = ([schema[key] for key in keys if key in schema] for keys in BOUNDS_OF_NUMBERS)
+    given = [*lows, *highs]
+    whole = "integer" in schema.get("type", ())
+    if not all(type(each) is int or (type(each) is float and not whole) for each in given):
+        return False
+    if not all(each == 0 or LEAST_BOUND <= abs(each) <= MOST_BOUND for each in given):
+        return False
+    if not lows or not highs:
+        return True
+    room = min(highs) - max(lows)
+    excludes = sum(key in schema for key in ("exclusiveMinimum", "exclusiveMaximum"))
+    return bool(room >= excludes if whole else room > 0 or (room == 0 and not excludes))
 
 
 def name_results(messages: Sequence[dict[str, Any]]) -> None:
@@ -415,6 +530,8 @@ class ToolPlan(NamedTuple):
     """The language of the whole answer."""
     marks: Sequence[str] = ()
     """Tokens that have to be part of the text."""
+    held: frozenset[str] = frozenset()
+    """Functions whose arguments the grammar holds to their schemas."""
 
     def reader(self) -> ToolReader | None:
         """Return the reader of one sequence."""
@@ -437,8 +554,12 @@ async def plan_calls(use: ToolUse, model: TextModel, content: Grammar | None) ->
     check(fits, "tools", "cannot be combined with a grammar other than a JSON schema")
     await asyncio.sleep(0)  # to read the tools took 2 ms, to write their grammar takes 1 ms
     text = write_grammar(use, form, find_marks(form, model.tokenizer), content, model.info.grammars)
-    grammar = None if text is None else Grammar("lark", text)
-    return ToolPlan(use, form, grammar, [mark for mark in (form.begin, form.close) if mark])
+    marks = [mark for mark in (form.begin, form.close) if mark]
+    if text is None:
+        return ToolPlan(use, form, None, marks)
+    all_held = use.choice == "required" or content is not None
+    held = frozenset(one.name for one in use.functions if all_held or one.strict)
+    return ToolPlan(use, form, Grammar("lark", text), marks, held)
 
 
 Marks = tuple[tuple[str, int], ...]

@@ -17,7 +17,17 @@ import pytest
 
 from fastserve.demo import demo_repository
 from fastserve.dialects.openai.call_parsers import HERMES, LLAMA3, CallFormat, CallParser
-from fastserve.dialects.openai.tools import ToolFunction, ToolUse, find_marks, write_grammar
+from fastserve.dialects.openai.responses import PLACES
+from fastserve.dialects.openai.tools import (
+    MOST_IMPLIED_BYTES,
+    ToolFunction,
+    ToolUse,
+    can_hold,
+    find_marks,
+    read_tools,
+    write_grammar,
+)
+from fastserve.serving.text.models import MOST_GRAMMAR_CHARACTERS
 from fastserve.serving.text.tokenizer import FolderTokenizer
 from tests.dialects.openai.test_structured import Served
 from tests.late import Late
@@ -429,6 +439,137 @@ def test_without_a_strict_tool_auto_is_free() -> None:
     free, strict = ToolUse([], [ToolFunction("f")]), ToolUse([], [ToolFunction("f", strict=True)])
     for use, form, can in ((free, HERMES, True), (strict, HERMES, False), (strict, LLAMA3, False)):
         assert write_grammar(use, form, find_marks(form, tokenizer), None, can) is None
+
+
+COUNT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+BIGGEST = {"type": "object", "properties": {"n": {"enum": ["x" * MOST_IMPLIED_BYTES]}}}
+IMPLIED: list[tuple[Any, bool, bool]] = [  # strict, as it is sent (..., not at all), and as it is echoed
+    ({"strict": ..., "parameters": COUNT}, True, True),
+    ({"strict": None, "parameters": COUNT}, True, True),
+    ({"strict": True, "parameters": COUNT}, True, True),
+    ({"strict": False, "parameters": COUNT}, False, False),
+    ({"strict": ..., "parameters": None}, True, True),
+    ({"strict": ..., "parameters": {"properties": {"n": {"not": {"type": "string"}}}}}, False, False),
+]
+
+
+def test_a_response_says_which_tools_are_strict(client: openai.OpenAI) -> None:
+    """Without `strict`, as many as a grammar can hold: a schema that it could not is no error then."""
+    shown: Any = [
+        {"type": "function", "name": f"f{i}", **{key: value for key, value in sent.items() if value != ...}}
+        for i, (sent, _, _) in enumerate(IMPLIED)
+    ]
+    asked: Any = {"input": "hi", "max_output_tokens": 4}
+    for model in ("hermes", "llama3"):
+        found = client.responses.create(model=model, tools=shown, **asked)
+        assert [each.strict for each in found.tools] == [echoed for _, _, echoed in IMPLIED]
+    streamed = client.responses.create(model="mistral", tools=shown, stream=True, **asked)
+    told = {
+        tuple(each.strict for each in event.response.tools)
+        for event in streamed
+        if hasattr(event, "response")
+    }
+    assert told == {tuple(echoed for _, _, echoed in IMPLIED)}
+    (stays_text,) = client.responses.create(model="none", tools=shown[:1], **asked).tools
+    assert stays_text.strict is False
+    big: Any = [{"type": "function", "name": "f", "parameters": BIGGEST}]
+    assert client.responses.create(model="hermes", tools=big, **asked).tools[0].strict is False
+
+
+@pytest.mark.parametrize(("sent", "held"), [(sent, held) for sent, held, _ in IMPLIED])
+def test_a_tool_of_a_response_is_held_unless_it_says_otherwise(tmp_path: Path, sent: Any, held: bool) -> None:
+    """Beside a tool that is strict, so that there is a grammar; tools of a chat are free without `strict`."""
+    takes = judge(tmp_path, HERMES, ["<tool_call>", "</tool_call>"])
+    given = {key: value for key, value in sent.items() if value != ...}
+    tools = [tool("count", given.pop("parameters"), **given), tool("other", COUNT, strict=True)]
+    text = '<tool_call>\n{"name": "count", "arguments": {"n": "7", "m": 7}}\n</tool_call>'
+    for places in ({"places": PLACES}, {}):
+        use = read_tools(msgspec.Raw(json.dumps(tools).encode()), msgspec.UNSET, parallel=True, **places)
+        assert use is not None
+        assert takes(use, text) is not (held if places else given.get("strict") is True)
+
+
+def of(**fields: Any) -> dict[str, Any]:
+    """A schema with a property of these keywords that has to be there."""
+    return {"type": "object", "properties": {"a": fields}, "required": ["a"], "$defs": {"p": PLACE}}
+
+
+HELD: list[Any] = [
+    {},
+    {"type": "object", "description": "d", "additionalProperties": {"type": "integer"}},
+    of(),
+    of(type="string", format="date-time", minLength=0, maxLength=100),
+    of(type=["integer", "null"], minimum=-(10**15), maximum=10**15, default=None),
+    of(type="integer", exclusiveMinimum=0, maximum=1),
+    of(type="number", exclusiveMinimum=0, exclusiveMaximum=1e-6),
+    of(type="number", minimum=2.5, maximum=2.5),
+    of(type="array", items={"$ref": "#/$defs/p"}, minItems=2, maxItems=2),
+    of(anyOf=[{"$ref": "#/$defs/p", "title": "P"}, {"type": "null"}], default=None),
+    of(type="string", enum=["a", "b"], title="A"),
+    of(const=7),
+    {"properties": {"p": {"type": "array", "items": {"$ref": "#/$defs/p"}}}, "$defs": {"p": PLACE}},
+]
+NOT_HELD: list[Any] = [
+    {"properties": {}, "required": ["b"]},
+    {"anyOf": [{"required": ["a"]}]},
+    {"properties": []},
+    {"$defs": []},
+    {"$defs": {"x": {"$ref": "#/$defs/x"}}, "properties": {"a": {"$ref": "#/$defs/x"}}},
+    of(type="string", format="colour"),
+    of(type="string", pattern="(?=a)b"),
+    of(type="string", minLength=2, maxLength=1),
+    of(type="string", minLength=1.5),
+    of(type="string", minimum=1),
+    of(type="colour"),
+    of(type=[]),
+    of(type="integer", minimum=2, maximum=1),
+    of(type="integer", minimum=1.5),
+    of(type="integer", exclusiveMinimum=0, exclusiveMaximum=1),
+    of(type="integer", minimum=10**30),
+    of(type="number", minimum=1e-300),
+    of(type="number", exclusiveMinimum=1, maximum=1),
+    of(type="array", items=False),
+    of(type="array", items={"not": {}}),
+    of(type="array", uniqueItems=True),
+    of(type="string", enum=[1]),
+    of(enum=[]),
+    of(enum=[{"a": 1}]),
+    of(enum=["a"], const="b"),
+    of(anyOf=[]),
+    of(anyOf=[{"type": "string"}], type="integer"),
+    of(**{"$ref": "#/$defs/nobody"}),
+    of(**{"$ref": "#/$defs/p", "minProperties": 9}),
+]
+
+
+def test_schemas_that_are_held_without_saying_so(tmp_path: Path) -> None:
+    """Only such as llguidance takes, alone and together."""
+    takes = judge(tmp_path, HERMES, [])
+    functions = [
+        ToolFunction(f"f{i}", msgspec.Raw(json.dumps(each).encode()), True) for i, each in enumerate(HELD)
+    ]
+    for each, function in zip(HELD, functions, strict=True):
+        assert can_hold({"type": "object", **each}), each
+        assert takes(ToolUse([], [function]), "So."), each
+    assert takes(ToolUse([], functions), "So.")
+    assert not [each for each in NOT_HELD if can_hold({"type": "object", **each})]
+
+
+@pytest.mark.parametrize("count", [1, 16, 128])
+def test_a_grammar_for_tools_that_may_be_strict_is_short_enough(count: int) -> None:
+    """However many tools share the bytes up to which they are strict without saying so."""
+    room = MOST_IMPLIED_BYTES // count - 50
+    names = [f"{i:_>{min(room, 64)}}" for i in range(count)]
+    enum = {"n": {"enum": ["x" * (room - 110 - len(names[0]))]}} if room > 200 else {}
+    tools = [tool(name, {"properties": enum}) if enum else {"function": {"name": name}} for name in names]
+    text = json.dumps(tools, separators=(",", ":")).encode()
+    assert MOST_IMPLIED_BYTES * 0.7 < len(text) <= MOST_IMPLIED_BYTES
+    use = read_tools(msgspec.Raw(text), msgspec.UNSET, parallel=True, places=PLACES)
+    assert use is not None
+    for form in (HERMES, LLAMA3):
+        written = write_grammar(use, form, (), None, True)
+        assert written is not None
+        assert len(written) < MOST_GRAMMAR_CHARACTERS * 0.75
 
 
 def test_tools_whose_calls_stay_text(server: Served) -> None:
