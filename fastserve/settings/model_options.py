@@ -501,6 +501,9 @@ class TextgenOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     openai_flavor: Literal["openai", "mindie"] = "openai"
     """Original that OpenAI's API follows where the two differ: errors, lists of models, the last piece of a
     chat."""
+    rerank_flavor: Literal["jina", "infinity"] = "jina"
+    """Original that replies of /rerank follow: a result's document is an object with its text, as Jina,
+    Cohere and vLLM have it, or the text itself, as Infinity has it."""
     max_stops: Annotated[int, Meta(ge=1, le=64)] = 4
     """Stop strings of a request (TGI's, OpenAI's and vLLM's)."""
     max_best_of: Annotated[int, Meta(ge=1, le=128)] = 4

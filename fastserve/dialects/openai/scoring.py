@@ -1,7 +1,9 @@
-"""POST /v1/rerank (Jina's and Cohere's form), /v1/score and /v1/classify (vLLM's), on models of tensors.
+"""POST /v1/rerank (Jina's, Cohere's, TEI's form), /v1/score and /v1/classify (vLLM's), on models of tensors.
 
     {"query": "cat", "documents": ["a dog", "a cat"], "top_n": 1}
     -> {"results":[{"index":1,"relevance_score":0.98,"document":{"text":"a cat"}}],...}
+    {"query": "cat", "texts": ["a dog", "a cat"], "return_text": true}
+    -> [{"index":1,"score":0.98,"text":"a cat"},{"index":0,"score":0.02,"text":"a dog"}]
     {"text_1": "cat", "text_2": ["a dog", "a cat"]}
     -> {"data":[{"index":0,"object":"score","score":0.02},{"index":1,"object":"score","score":0.98}],...}
     {"input": ["fine"]}
@@ -98,10 +100,12 @@ class TextDocument(msgspec.Struct):
 
 
 class RerankRequest(ScoringFields, kw_only=True):
-    """POST /v1/rerank."""
+    """POST /v1/rerank. `texts` in place of `documents` makes it a request of TEI's."""
 
     query: str
-    documents: Annotated[list[str | TextDocument], Meta(min_length=1)]
+    documents: Annotated[list[str | TextDocument], Meta(min_length=1)] | None = None
+    texts: Annotated[list[str], Meta(min_length=1)] | None = None
+    return_text: bool | None = None
     top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
     rank_fields: Refused = UNSET
@@ -135,6 +139,8 @@ class ScoringTask(NamedTuple):
     columns: Sequence[Sequence[str]]
     source: str
     """The key whose texts are counted."""
+    flavor: str = "jina"
+    """`textgen.rerank_flavor`."""
 
 
 class ScoringTensors(NamedTuple):
@@ -149,8 +155,11 @@ class ScoringTensors(NamedTuple):
 def read_rerank(data: bytes | bytearray) -> ScoringTask:
     """POST /v1/rerank. Raises InvalidBody."""
     body = _read(_rerank, data)
-    documents = [each if isinstance(each, str) else each.text for each in body.documents]
-    return ScoringTask(body, (_repeat(body.query, len(documents), "query"), documents), "documents")
+    source = "documents" if body.texts is None else "texts"
+    check(getattr(body, source) is not None, source, "is required")
+    check(body.texts is None or body.documents is None, source, "cannot be beside `documents`")
+    documents = [each if isinstance(each, str) else each.text for each in getattr(body, source)]
+    return ScoringTask(body, (_repeat(body.query, len(documents), "query"), documents), source)
 
 
 def read_score(data: bytes | bytearray) -> ScoringTask:
@@ -268,7 +277,8 @@ class ScoringCall(SlowRequest):
 
     async def read(self) -> InferRequest:
         call, service = self._call, self.service
-        task = self._task = await read_offloaded(service, call, self._api.read, call.body)
+        task = await read_offloaded(service, call, self._api.read, call.body)
+        self._task = task._replace(flavor=service.options.rerank_flavor)
         count = len(task.columns[0])
         check(count > 0, task.source, "must not be empty")
         check(count <= MOST_INPUTS, task.source, f"has {count} texts, allowed: at most {MOST_INPUTS}")
@@ -347,18 +357,28 @@ def _score_of(tensors: ScoringTensors, outputs: Mapping[str, Tensor], rows: int)
 def write_rerank(
     model: str, task: ScoringTask, tensors: ScoringTensors, outputs: Mapping[str, Tensor]
 ) -> bytes:
-    """The reply: the best documents, best first; of equal ones the earlier. NaN is worse than any number."""
-    documents = task.columns[1]
+    """The reply: the best documents, best first; of equal ones the earlier. NaN is worse than any number.
+    A document is an object; in Infinity's form a text. TEI's reply is the results alone."""
+    body, documents = task.body, task.columns[1]
     scores = _score_of(tensors, outputs, len(documents))
     order = sorted(range(len(scores)), key=lambda at: (isnan(scores[at]), -scores[at], at))
+    best = order[: body.top_n or len(order)]
+    if body.texts is not None:
+        return _encode(
+            [_tei_result(at, scores[at], documents[at] if body.return_text else None) for at in best]
+        )
     results = []
-    for at in order[: task.body.top_n or len(order)]:
+    for at in best:
         found: dict[str, Any] = {"index": at, "relevance_score": scores[at]}
-        if task.body.return_documents is not False:
-            found["document"] = {"text": documents[at]}
+        if body.return_documents is not False:
+            found["document"] = documents[at] if task.flavor == "infinity" else {"text": documents[at]}
         results.append(found)
     head = {"id": "rerank-" + token_hex(12), "model": model, "results": results}
     return _encode({**head, **_usage(tensors, outputs)})
+
+
+def _tei_result(index: int, score: float, text: str | None) -> dict[str, Any]:
+    return {"index": index, "score": score, **({} if text is None else {"text": text})}
 
 
 def write_scores(

@@ -23,7 +23,7 @@ SCRIPT = """
 import json, sys
 import litellm, pydantic
 
-url = sys.argv[1]
+url, infinity = sys.argv[1:]
 place = {"api_base": url + "/v1", "api_key": "none"}
 asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "temperature": 0}
 chat = {"model": "openai/scribe", **place, **asked}
@@ -47,10 +47,11 @@ def of(choice):
     called = choice.message.function_call if call is None else call.function
     return [choice.finish_reason, called.name, called.arguments]
 
-def reranked(model, base):
-    asked = {"query": "a cat", "documents": ["a dog", "a cat"], "top_n": 1}
+def reranked(model, base, **more):
+    asked = {"query": "a cat", "documents": ["a dog", "a cat"], "top_n": 1, **more}
     found = litellm.rerank(model=model, api_base=base, api_key="none", **asked)
-    return [[one["index"], one["relevance_score"]] for one in found.results]
+    texts = [one["document"]["text"] if one.get("document") else None for one in found.results]
+    return [[one["index"], one["relevance_score"], text] for one, text in zip(found.results, texts)]
 
 whole = litellm.completion(**chat, **tools, tool_choice="required").choices[0]
 call = whole.message.tool_calls[0]
@@ -77,7 +78,9 @@ found = {
         model="text-completion-openai/scribe", **place, prompt="hi", max_tokens=3
     ).choices[0].text,
     "rerank": [
-        reranked("hosted_vllm/pairs", url), reranked("cohere/pairs", url), reranked("jina_ai/pairs", url)
+        *[reranked(f"{name}/pairs", url) for name in ("hosted_vllm", "cohere", "jina_ai", "huggingface")],
+        *[reranked("infinity/pairs", base) for base in (infinity, infinity + "/v1")],
+        reranked("infinity/pairs", url, return_documents=False),
     ],
 }
 print(json.dumps(found))
@@ -100,9 +103,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     script = Path(folder / "ask.py")
     script.write_text(SCRIPT)
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it asks the internet otherwise
-    with Running(folder / "models", folder / "log") as running:
+    scoring = Path(shutil.copytree(pairs, folder / "scoring" / "pairs")).parent
+    flavor = "--textgen-rerank-flavor", "infinity"
+    with (
+        Running(folder / "models", folder / "log") as running,
+        Running(scoring, folder / "other.log", *flavor) as other,
+    ):
         ran = subprocess.run(
-            [sys.executable, str(script), f"http://{running.http}"],
+            [sys.executable, str(script), f"http://{running.http}", f"http://{other.http}"],
             env=environment,
             capture_output=True,
             text=True,
@@ -137,5 +145,5 @@ def test_responses(found: Any) -> None:
 
 
 def test_reranking(found: Any) -> None:
-    """In the forms of vLLM, Cohere and Jina."""
-    assert found["rerank"] == [[[1, 1.0]]] * 3
+    """In the forms of vLLM, Cohere, Jina, TEI and Infinity."""
+    assert found["rerank"] == [[[1, 1.0, "a cat"]]] * 6 + [[[1, 1.0, None]]]

@@ -153,6 +153,24 @@ def test_forms_of_a_rerank(server: Hosted) -> None:
     assert (unknown["index"], unknown["relevance_score"], known["relevance_score"]) == (0, None, 0.0)
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+def test_reranks_in_teis_form(server: Hosted, path: str) -> None:
+    asked: dict[str, Any] = {"model": "pairs", "query": QUERY, "texts": ["", *DOCUMENTS[:2]]}
+    sent = {"raw_scores": False, "truncate": True, "truncation_direction": "Right"}
+    best = [{"index": 2, "score": 1.0}, {"index": 1, "score": 0.5}, {"index": 0, "score": None}]
+    assert server.post(path, {**asked, **sent}).json == best
+    (top,) = server.post(path, {**asked, "top_n": 1, "return_text": True}).json
+    assert top == {"index": 2, "score": 1.0, "text": "a cat"}
+    for more, param, words in (
+        ({"texts": []}, "texts", "length >= 1"),
+        ({"texts": [{"text": "a"}]}, "texts[0]", "expected str"),
+        ({"texts": ["x"] * 2049}, "texts", "has 2049 texts, allowed: at most 2048"),
+        ({"documents": ["a"]}, "texts", "cannot be beside `documents`"),
+        ({"texts": None}, "documents", "is required"),
+    ):
+        refused(server.post(path, {**asked, **more}), param, words)
+
+
 def test_a_model_that_counts_its_tokens_tells_them(server: Hosted) -> None:
     """As vLLM's and Jina's replies do; a model that tells no number has no usage."""
     count = sum(len(each.split()) for each in DOCUMENTS) + len(DOCUMENTS) * len(QUERY.split())
@@ -328,7 +346,7 @@ def test_models_of_classes(outputs: Any, scores: str, labels: str | None) -> Non
 
 
 def test_functions_of_an_app_score_texts(tmp_path: Path) -> None:
-    """An app's function of a path's name is its own."""
+    """An app's function of a path's name is its own. Documents are texts, as Infinity has them."""
     script = """
         import numpy as np
 
@@ -344,9 +362,10 @@ def test_functions_of_an_app_score_texts(tmp_path: Path) -> None:
             return name
     """
     file = write_app(tmp_path, script)
-    with RunningApp(file, tmp_path / "log") as app:
+    with RunningApp(file, tmp_path / "log", "--textgen-rerank-flavor", "infinity") as app:
         found = app.ask("/v1/rerank", {"query": QUERY, "documents": ["a dog", "a cat"]})
         assert [(one["index"], one["relevance_score"]) for one in found["results"]] == [(1, 2.0), (0, 1.0)]
+        assert [one["document"] for one in found["results"]] == ["a cat", "a dog"]
         assert app.ask("/v1/score", {"text_1": QUERY, "text_2": "cat"})["data"][0]["score"] == 1.0
         assert app.ask("/score", {"name": "mine"}) == "mine"
         with urllib.request.urlopen(f"http://{app.http}/openapi.json", timeout=60) as reply:
