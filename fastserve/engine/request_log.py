@@ -202,7 +202,8 @@ class LogFile:
         except OSError as error:
             self.close()
             self.failed.add()
-            self._limited_log.error(f"{self.path.name} cannot be written", error)
+            text = "%s cannot be written: %s"
+            self._limited_log.warn(text, self.path.name, error.strerror or error)
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""

@@ -40,8 +40,10 @@ from fastserve.request import InferRequest, InferResponse
 from fastserve.serving.replication import Content, ReplicatedPart, ReplicatedState, StateRecord
 from fastserve.tensor import KSERVE_NAME, Tensor
 from fastserve.util.memory import make_shared_file, map_shared_file
+from fastserve.util.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
+_limited_log = RateLimitedLog(log)
 
 KEPT = 256  # traces that wait for the file to be written to
 MOST_BYTES = 64 << 20  # of traces that wait in a front process for the owner to take them
@@ -77,7 +79,7 @@ class TraceFile:
             self._open.write((b"," if begun else b"[") + b",".join(entries))
             self._open.flush()
         except OSError as error:
-            log.error("traces are lost: %s", error.strerror)
+            _limited_log.warn("traces are lost: %s", error.strerror)
 
     def write_numbered(self, entries: list[bytes]) -> None:
         """To a file of their own."""
@@ -85,7 +87,7 @@ class TraceFile:
             with open(f"{self.path}.{self._next}", "wb") as file:
                 file.write(b"[%b]" % b",".join(entries))
         except OSError as error:
-            log.error("traces are lost: %s", error.strerror)
+            _limited_log.warn("traces are lost: %s", error.strerror)
         self._next += 1
 
     def close(self) -> None:
@@ -96,7 +98,7 @@ class TraceFile:
                 with file:  # closed also where there is no room for what is left
                     file.write(b"]")
         except OSError as error:
-            log.error("traces are lost: %s", error.strerror)
+            _limited_log.warn("traces are lost: %s", error.strerror)
 
 
 class ScopeCounters:
@@ -225,7 +227,8 @@ class TraceOutbox:
         """Send a trace soon."""
         nbytes = sum(map(len, entries))
         if self._nbytes + nbytes > MOST_BYTES:
-            log.error("a trace is lost: %d bytes of them wait for the server's first process", self._nbytes)
+            text = "a trace is lost: %d bytes of them wait for the server's first process"
+            _limited_log.warn(text, self._nbytes)
             entries, nbytes = [], 0
         self._nbytes += nbytes
         self._waiting.append((scope, entries))

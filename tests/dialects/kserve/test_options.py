@@ -21,10 +21,12 @@ import pytest
 from fastserve.protos import load
 from fastserve.request import InferRequest, InferResponse, Lent
 from fastserve.server import Server
-from fastserve.serving.traces import RequestTrace
+from fastserve.serving import traces
+from fastserve.serving.traces import RequestTrace, TraceFile
 from fastserve.settings import AdminOptions, Listener, Settings, TritonOptions
 from fastserve.tensor import DTYPES, Tensor
 from fastserve.util.logs import setup_logs
+from fastserve.util.rate_limited_log import RateLimitedLog
 from tests.dialects.kserve.models import EACH, SHOW_PARAMETERS, config, put, tensors
 from tests.dialects.kserve.replay import exchange
 from tests.server.rig import run, write_model
@@ -216,6 +218,23 @@ async def written(path: Path) -> dict[int, dict[str, Any]]:
     while not (path.exists() and path.read_text().endswith("]")):
         await asyncio.sleep(0.005)
     return traced(path)
+
+
+def test_a_full_disk_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trace that cannot be written is a line a minute at most, which counts those held back."""
+    now = [0.0]
+    monkeypatch.setattr(traces, "_limited_log", RateLimitedLog(traces.log, lambda: now[0]))
+    appended, numbered = TraceFile("/dev/full"), TraceFile(str(tmp_path / "no folder" / "trace"))
+    for _ in range(5):
+        appended.append([b"{}"])
+    now[0] = 61.0
+    appended.append([b"{}"])
+    numbered.write_numbered([b"{}"])
+    appended.close()
+    lost = "traces are lost: No space left on device"
+    assert [one.getMessage() for one in caplog.records] == [lost, f"{lost} (4 more since)"]
 
 
 @pytest.mark.parametrize("frontends", [1, 3])

@@ -169,7 +169,7 @@ def test_files_are_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.lingers
 @pytest.mark.logs_errors
-def test_half_a_line_is_not_left(tmp_path: Path) -> None:
+def test_half_a_line_is_not_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry()
     file = LogFile(tmp_path / "m.jsonl", 1 << 20, "m", registry)
     file.write(b"a" * 999 + b"\n")
@@ -180,6 +180,8 @@ def test_half_a_line_is_not_left(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert file.failed.value == 1
+    (told,) = caplog.records
+    assert (told.getMessage(), told.exc_info) == ("m.jsonl cannot be written: no room is left", None)
     file.write(b"c" * 999 + b"\n")
     assert [set(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [{"a"}, {"c"}]
     file.close()
