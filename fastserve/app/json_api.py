@@ -65,6 +65,7 @@ class AppJson(Dialect):
         return Route(AppEndpoint(self, found), ROUTE.scopes[method])
 
     def refuse(self, call: Call, fault: ServeError) -> None:
+        fault = call.cause_of(fault)
         call.reply(CANONICAL_STATUS[fault.kind], error_body(fault.message), JSON, fault_headers(fault))
 
     def _refuse_verb(self, call: Call) -> None:

@@ -134,6 +134,7 @@ class MlflowDialect(Dialect):
         return None
 
     def refuse(self, call: Call, fault: ServeError) -> None:
+        fault = call.cause_of(fault)
         code = _CODES.get(fault.kind, "INTERNAL_ERROR")
         body = msgspec.json.encode({"error_code": code, "message": fault.message})
         call.reply(CANONICAL_STATUS[fault.kind], body, JSON, fault_headers(fault))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastserve._ext.fast_path import ACCOUNT
 from fastserve._ext.stream_path import StreamPath
-from fastserve.errors import ServeError
+from fastserve.errors import DeadlineError, ServeError
 from fastserve.net.deadlines import GRACE_NS, UNBOUNDED, CallDeadlines, time_is_up
 from fastserve.net.limits import JSON, error_body
 from fastserve.util.memory_budget import ALLOWANCE_BYTES, REASON, WORKING_SHARE, Claim, MemoryBudget
@@ -694,6 +694,14 @@ class Call:
         self.gone = True  # for the endpoint, whose reply nobody waits for
         if stopped is not None:
             stopped()
+
+    def cause_of(self, fault: ServeError) -> ServeError:
+        """Return why the call has failed, given the error of its work: of its time where that is up. On a
+        late loop the engine, which has the same deadline, notices it before `expire`."""
+        timeout_ns = self.head.timeout_ns
+        if timeout_ns < 0 or not isinstance(fault, DeadlineError):
+            return fault
+        return time_is_up(timeout_ns) if monotonic_ns() >= self.received_ns + timeout_ns else fault
 
     def leave(self) -> None:
         """Mark the call: its client is gone; tell the endpoint, once."""

@@ -129,6 +129,7 @@ class GrpsService(DialectService):
 
     def refuse(self, call: Call, fault: ServeError, model: str = "") -> None:
         """Reply with an error, and count it."""
+        fault = call.cause_of(fault)
         self.count_fault(model, fault, call)
         code = code_of(fault, self.options)
         held_back = fault.reason in (Reason.API_KEY, Reason.KEY_LIMIT)

@@ -34,6 +34,7 @@ from fastserve.dialects.kserve.service import HTTP_STATUS, KServeService, error_
 from fastserve.errors import ModelError, ServeError, invalid
 from fastserve.net.limits import JSON
 from fastserve.net.request import Call
+from fastserve.net.router import common_status
 from fastserve.request import InferResponse
 from fastserve.serving.model_view import ModelView, TensorView
 from fastserve.serving.streams import Event, alone, generate
@@ -124,10 +125,10 @@ class GenerateEndpoint:
         return (200, event.text) if event.fault is None else self._refused(call, event.fault)
 
     def _refused(self, call: Call, fault: ServeError) -> Answer:
-        fault = triton_error(fault)
+        fault = triton_error(call.cause_of(fault))
         self._service.count_fault(self._target.model, fault, call)
         # A model's error is 400 whatever its kind; an error before the model keeps its own status.
-        status = 400 if isinstance(fault, ModelError) else HTTP_STATUS[fault.kind]
+        status = 400 if isinstance(fault, ModelError) else common_status(fault) or HTTP_STATUS[fault.kind]
         return status, error_body(fault.message)
 
 

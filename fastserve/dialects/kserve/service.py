@@ -261,6 +261,6 @@ class KServeService(DialectService):
         """Reply with an error; `version` is the one of the request, where it was found."""
         number = "" if version is None else version.number
         self.count_fault(model, fault, call, number)
-        fault = triton_error(fault)
+        fault = triton_error(call.cause_of(fault))
         status = common_status(fault) or HTTP_STATUS[fault.kind]
         call.reply(status, error_body(fault.message), JSON, (*headers, *fault_headers(fault)))

@@ -239,7 +239,7 @@ class TFServingService(DialectService):
 
     def refuse(self, call: Call, model: str, fault: ServeError) -> None:
         """Reply with an error."""
-        told = tfserving_error(fault)
+        told = tfserving_error(call.cause_of(fault))
         headers = (*self.headers, *fault_headers(told))
         self.count_refused(call, model, fault, told)  # first: a client that has its answer finds it counted
         call.reply(CANONICAL_STATUS[told.kind], error_body(told.message), JSON, headers)

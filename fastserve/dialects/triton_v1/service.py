@@ -227,7 +227,7 @@ class HttpReplies:
 
     def refuse(self, call: Call, request_id: int, fault: ServeError) -> None:
         line = b"id: %d" % request_id if request_id else b""
-        status = self._service.status_line(v1_error(fault))
+        status = self._service.status_line(v1_error(call.cause_of(fault)))
         headers = ((NV_RESPONSE, line), (NV_STATUS, status), CONTENT_TYPE, *fault_headers(fault))
         call.reply(refusal_status(fault), b"", b"", headers)
 

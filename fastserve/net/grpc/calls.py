@@ -517,10 +517,13 @@ class GrpcCall(CallPath):
 
     def fail(self, error: BaseException) -> None:
         """End the call with the status of a ServeError. Any other error is logged, and the client gets
-        INTERNAL."""
+        INTERNAL. Once the deadline has passed, the status is its: on a late loop the engine notices it before
+        `expire`."""
         if self.over:
             return
         told = tell_error(self.head.method, self, error)
+        if self.deadline_ns and monotonic_ns() >= self.deadline_ns:
+            told = ServeError(Kind.DEADLINE_EXCEEDED, LATE)
         text = shorten(told.message)
         self.trailing += advise(told, text)
         self.name_request()

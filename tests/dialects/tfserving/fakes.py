@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fastserve.dialects.tfserving.spec import TFServing
+from fastserve.errors import ServeError
 from fastserve.metrics import Registry
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import parse_model_config
@@ -131,6 +132,9 @@ class FakeCall:
     received_ns: int = field(default_factory=monotonic_ns)
     deadline_ns: int = 0
     claim: Claim = field(default_factory=lambda: Claim(MemoryBudget(1 << 30)))
+
+    def cause_of(self, fault: ServeError) -> ServeError:
+        return fault
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.headers if key == name), b"")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import AsyncIterator
+from time import monotonic_ns
 from typing import Any
 
 import h2.errors
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from fastserve.errors import Kind, ServeError
 from fastserve.net.access_control import Scope
-from fastserve.net.deadlines import GRACE_NS
+from fastserve.net.deadlines import GRACE_NS, CallDeadlines
 from fastserve.net.grpc import GrpcExchange, Method
 from fastserve.net.grpc import method as method_module
 from fastserve.net.grpc.metadata import NEVER_NS, read_metadata, read_timeout, write_message, write_metadata
@@ -416,6 +417,26 @@ def test_a_deadline_ends_a_call_that_nobody_answers() -> None:
             late.reply(b"late")
             held.reply(b"in time")
             assert (await peer.finish(far)).messages == [b"in time"]
+
+    run(main())
+
+
+def test_a_deadline_is_told_whoever_notices_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine, on a late loop, whose words may be others."""
+    monkeypatch.setattr(CallDeadlines, "add", lambda *_: None)
+    short, words = Short(), ServeError(Kind.RESOURCE_EXHAUSTED, "it waited too long")
+
+    async def main() -> None:
+        async with serving(short.method) as (_, peer):
+            number = peer.call("/t.T/Short", frame(b"x"), ("grpc-timeout", "20m"))
+            far = peer.call("/t.T/Short", frame(b"y"), ("grpc-timeout", "1H"))
+            await until(lambda: len(short.held) == 2)
+            (_, late), (_, held) = short.held
+            await until(lambda: monotonic_ns() >= late.deadline_ns)
+            late.refuse(words)
+            held.refuse(words)
+            assert (await peer.finish(number)).status == (4, "Deadline Exceeded")
+            assert (await peer.finish(far)).status == (8, words.message)
 
     run(main())
 

@@ -321,6 +321,39 @@ def test_text_ends_whoever_notices_first(
     run(work())
 
 
+TENSOR_BODIES = {
+    "/v2/models/held/infer": asked(1.0),
+    "/v2/models/held/generate": {"x": [1.0, 0.5]},
+    "/v2/models/held/generate_stream": {"x": [1.0, 0.5]},
+    "/v1/models/held:predict": {"instances": [[1.0, 0.5]]},
+    "/api/infer/held?format=binary": None,
+}
+V1_HEADER = 'batch_size: 1 input { name: "x" batch_byte_size: 8 } output { name: "y" }'
+
+
+def test_tensors_end_whoever_notices_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is before the listener on a late loop: it tells what waits, and what runs."""
+    monkeypatch.setattr(CallDeadlines, "add", lambda *_: None)
+
+    async def work() -> None:
+        async with opened(tmp_path, "held") as (at, http):
+
+            async def ask(path: str, body: Any) -> tuple[str, int, str]:
+                headers = {"X-Request-Timeout": "0.2", "NV-InferRequest": V1_HEADER}
+                content = bytes(8) if body is None else json.dumps(body).encode()
+                reply = await http.post(path, content=content, headers=headers)
+                return path, reply.status_code, reply.headers.get("nv-status", reply.text)
+
+            running = asyncio.ensure_future(ask("/v2/models/held/infer", asked(HELD)))
+            await at.until(lambda: seen(tmp_path / "held") == [HELD])
+            waiting = [ask(path, body) for path, body in TENSOR_BODIES.items()]
+            for path, status, text in await asyncio.gather(running, *waiting):
+                assert "the time of this request, 0.2 s, is up" in text, path
+                assert status == (400 if path.startswith("/api") else 504), path
+
+    run(work())
+
+
 def test_a_late_request_ends_its_sequence(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path, "steady") as (at, http):
