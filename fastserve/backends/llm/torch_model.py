@@ -39,6 +39,7 @@ from torch.nn.functional import (
 )
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from fastserve._ext.skinny_gemm import MOST_ROWS, SkinnyGemm, is_supported
 from fastserve.backends.llm.kv_cache import STRIDE, CacheSize, RowCache, Shape, shape_of, zero_pages
 from fastserve.backends.llm.lora import Adapters, JoinedRank
 from fastserve.backends.llm.protocols import Chunk, StepPlan
@@ -314,32 +315,44 @@ _WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")
 """Families whose layers all have the config's window."""
 
 
-FEW: Sequence[int] = range(2, 5)
-"""Rows of which a CPU's float32 product is computed as weights times rows. With torch's library it takes 0.3
-to 0.6 of the time of rows times weights for 2 or 3 rows, 0.8 to 1 for 4, and as much or more beyond."""
-
-
 class Product:
-    """A linear layer: `weight` [outputs, inputs], `bias` [outputs] or None."""
+    """A linear layer: `weight` [outputs, inputs], `bias` [outputs] or None. Float32 products of few rows on a
+    CPU are those of ext/skinny_gemm.pyx: torch's library takes twice the time (decision 0055)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
         self._turned = weight.t()
-        self._few = FEW if weight.device.type == "cpu" and weight.dtype == torch.float32 else ()
+        self._gemm = _make_gemm(weight, bias)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """Return [count, inputs] -> [count, outputs]."""
-        if len(given) in self._few:
-            made = torch.mm(self._weight, given.t()).t().contiguous()
-            return made if self._bias is None else made.add_(self._bias)
+        if self._gemm is not None and 0 < len(given) <= MOST_ROWS:
+            return self._multiply(self._gemm, given)
         return linear(given, self._weight, self._bias)
 
     def add(self, hidden: torch.Tensor, given: torch.Tensor, scale: float) -> torch.Tensor:
         """Return `hidden` plus the product times a scale, both [count, outputs]."""
-        if len(given) in self._few:
-            return torch.add(hidden, self(given), alpha=scale)
+        if self._gemm is not None and 0 < len(given) <= MOST_ROWS:
+            return self._multiply(self._gemm, given, hidden, scale)
         made = torch.addmm(hidden, given, self._turned, alpha=scale)
         return made if self._bias is None else made.add_(self._bias, alpha=scale)
+
+    def _multiply(
+        self, gemm: SkinnyGemm, given: torch.Tensor, hidden: torch.Tensor | None = None, scale: float = 1.0
+    ) -> torch.Tensor:
+        made = given.new_empty((len(given), len(self._weight)))
+        base = None if hidden is None else hidden.contiguous().numpy()
+        gemm.multiply(given.contiguous().numpy(), made.numpy(), base, scale, torch.get_num_threads())
+        return made
+
+
+def _make_gemm(weight: torch.Tensor, bias: torch.Tensor | None) -> SkinnyGemm | None:
+    """Return the product of few rows for a weight, None where this machine or its torch has none."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
+        return None
+    if not is_supported(torch.get_num_threads()):
+        return None
+    return SkinnyGemm(weight.detach().numpy(), None if bias is None else bias.detach().numpy())
 
 
 class Int8Product(Product):
