@@ -1,4 +1,4 @@
-"""Products of few rows against numpy's in float64, within float32's rounding; and their bits beside others."""
+"""Products of few rows against numpy's in float64, within float32's rounding; their bits beside others."""
 
 from __future__ import annotations
 
