@@ -246,12 +246,9 @@ def run_share(session: pytest.Session, line: Connection, number: int) -> NoRetur
         settle_in(session.config, number)
         sender = Sender(session.config, line)
         session.config.pluginmanager.register(sender)
-        positions = take_files(line)
-        at = next(positions, None)
-        while at is not None:
+        following = Following(session.items, take_files(line))
+        while (at := following.take()) is not None:
             sender.at, item = at, session.items[at]
-            at = next(positions, None)  # asked before: what the two files share stays
-            following = None if at is None else session.items[at]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         status = 0
     except (EOFError, ConnectionError, KeyboardInterrupt):  # nobody hears any more: end what has been begun
@@ -265,6 +262,28 @@ def run_share(session: pytest.Session, line: Connection, number: int) -> NoRetur
         with suppress(BaseException):
             atexit._run_exitfuncs()
         os._exit(status)
+
+
+class Following:
+    """The next test of this process, as pytest sees it when it ends what the next does not share.
+
+    A file is asked for no sooner: the last test of the one before may take long, and others be free."""
+
+    def __init__(self, items: Sequence[pytest.Item], positions: Iterator[int]) -> None:
+        self._items, self._positions = items, positions
+        self._taken: list[int | None] = []
+
+    def listchain(self) -> list[Any]:
+        """Return the next test's collectors and itself; nothing after the last."""
+        if not self._taken:
+            self._taken = [next(self._positions, None)]
+        (at,) = self._taken
+        return [] if at is None else self._items[at].listchain()
+
+    def take(self) -> int | None:
+        """Return the next test's position, None after the last, and go on to the one after it."""
+        self.listchain()
+        return self._taken.pop()
 
 
 def take_files(line: Connection) -> Iterator[int]:

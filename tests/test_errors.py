@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,9 @@ import fastserve
 from fastserve.errors import Kind, ModelError, Reason, ServeError, pack_status, unpack_status
 
 PACKAGE = Path(fastserve.__file__).parent
+NAMES = ("fault", "error")
+# Of a text without one, no expression is an error's text. A tree takes five times as long as the search.
+MENTIONS = re.compile(rf"\b({'|'.join(NAMES)})\b\s*\.\s*message\b|\bstr\(\s*({'|'.join(NAMES)})\b")
 MATCHES = {"startswith", "endswith", "find", "index", "match", "fullmatch", "search"}
 # They compare a text with the one told before, so as not to tell it twice.
 TOLD_ONCE = {"repository/catalog.py", "repository/reconciler.py", "server/front.py"}
@@ -39,16 +43,18 @@ def is_text(node: ast.AST) -> bool:
     """Whether an expression is an error's text: `fault.message`, `str(error)`."""
     if isinstance(node, ast.Attribute) and node.attr == "message":
         named = node.value
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "str" and node.args:
+    elif (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and node.args
+    ):
         named = node.args[0]
     else:
         return False
-    return isinstance(named, ast.Name) and named.id in ("fault", "error")
+    return isinstance(named, ast.Name) and named.id in NAMES
 
 
-def decisions(tree: ast.AST) -> Iterator[int]:
+def decisions(source: str) -> Iterator[int]:
     """Lines at which an error's text is compared or searched."""
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)) if MENTIONS.search(source) else ():
         looked_at: list[ast.AST] = []
         if isinstance(node, ast.Compare):
             looked_at = [node]
@@ -67,14 +73,14 @@ if error.message == FULL: y
 FULL.match(str(error))
 fault.message.find('x')
 """
-    assert sorted(set(decisions(ast.parse(source)))) == [2, 3, 4, 5]
+    assert sorted(set(decisions(source))) == [2, 3, 4, 5]
 
 
 def test_package_decides_nothing_on_the_text_of_an_error() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        for line in decisions(ast.parse(path.read_text()))
+        for line in decisions(path.read_text())
         if str(path.relative_to(PACKAGE)) not in TOLD_ONCE
     ]
     assert found == []

@@ -59,10 +59,14 @@ def imported(body: list[ast.stmt]) -> Iterator[str]:
 def imports() -> dict[str, set[str]]:
     """Modules that are neither Python's nor ours, each with the files that import it."""
     found: dict[str, set[str]] = {}
+    known = {*sys.stdlib_module_names, "fastserve"}
     for path in (ROOT / "fastserve").rglob("*.py"):
-        for name in imported(ast.parse(path.read_text()).body):
-            if name not in sys.stdlib_module_names and name != "fastserve":
-                found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+        source = path.read_text()
+        # An import begins a line. A tree takes ten times as long as the search.
+        if known.issuperset(re.findall(r"^\s*(?:import|from)\s+(\w+)", source, re.M)):
+            continue
+        for name in set(imported(ast.parse(source).body)) - known:
+            found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
     return found
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastserve.demo import demo_repository
 from fastserve.serving.text.models import MOST_GRAMMAR_CHARACTERS
 from tests.dialects.text_common.serving import Asking
 from tests.late import Late
 from tests.running import Running
+from tests.text_rig import copy_small
 
 openai, pydantic, huggingface_hub = Late("openai"), Late("pydantic"), Late("huggingface_hub")
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -50,8 +48,7 @@ class Served(Asking):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("demo")
-    scribe = Path(shutil.copytree(demo_repository() / "scribe", folder / "models" / "scribe"))
-    (scribe / "model.yaml").write_text("backend: text\ntext: {runtime: numpy}\n")
+    copy_small(folder / "models" / "scribe")
     with Running(folder / "models", folder / "log") as running:
         yield Served(int(running.http.rpartition(":")[2]))
 

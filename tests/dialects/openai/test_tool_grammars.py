@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +31,7 @@ from fastserve.serving.text.tokenizer import FolderTokenizer
 from tests.dialects.openai.test_structured import Served
 from tests.late import Late
 from tests.running import Running
+from tests.text_rig import copy_small
 
 openai, pydantic, huggingface_hub = Late("openai"), Late("pydantic"), Late("huggingface_hub")
 FORMS = {
@@ -68,7 +68,7 @@ PLACE = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("demo")
     for name, (mark, config) in FORMS.items():
-        model = Path(shutil.copytree(demo_repository() / "scribe", folder / "models" / name))
+        model = copy_small(folder / "models" / name)
         (model / "model.yaml").write_text(config)
         (model / "1" / "chat_template.jinja").write_text(TEMPLATE.replace("%s", mark))
     with Running(folder / "models", folder / "log") as running:
