@@ -53,7 +53,10 @@ from tests.proc import ZYGOTE
 
 SERVER_MODULES = (
     "fastserve.cli", "fastserve.cli.serve", "fastserve.server.server", "fastserve.server.front_process",
-    "runpy", "uvloop",
+    "runpy", "uvloop", "encodings.idna", "fastserve.app.reload", "fastserve.app.serving",
+    "fastserve.dialects.kserve.grpc_calls", "fastserve.dialects.tfserving.rpcs",
+    "fastserve.dialects.tfserving.warmup", "fastserve.dialects.triton_v1.rpcs",
+    "fastserve.repository.single_model",
 )  # fmt: skip
 WORKER_MODULES = (
     "numpy", "numpy.random", "fastserve.workers.main", "fastserve.workers.loop",
@@ -274,12 +277,19 @@ def freeze_for_good() -> None:
 
 
 def read_types() -> None:
-    """Have msgspec read the annotations of the classes that every server and worker converts to: once in a
-    process, for the options of a model in 8 ms."""
+    """Have msgspec read the annotations of the classes that every server and worker converts to, and protobuf
+    make the classes of its messages: once in a process, for the options of a model in 8 ms, for a server's
+    settings and messages in 50."""
     tensors = {"x": {"dtype": "float32", "shape": [1]}}
     model = {"backend": "python", "inputs": tensors, "outputs": tensors}
     importlib.import_module("fastserve.settings.model_options").read_options({})
     importlib.import_module("fastserve.repository.model_config").parse_model_config(model)
+    importlib.import_module("fastserve.settings").load_settings(overrides={"http": "127.0.0.1:0"})
+    protos = importlib.import_module("fastserve.protos")
+    for name in ("kserve_v2", "tfserving", "triton_v1"):
+        messages = protos.load(name)
+        for message in messages._messages:
+            getattr(messages, message)
 
 
 def import_torch() -> frozenset[str]:
