@@ -11,7 +11,7 @@ __asm__(".symver exp, exp@GLIBC_2.17");
 __asm__(".symver log, log@GLIBC_2.17");
 #endif
 
-/* What glibc 2.34 has moved from libpthread into libc, by the names that both have. */
+/* What glibc 2.34 has moved from libpthread and libdl into libc, by the names that both have; Python loads them. */
 #if defined(__x86_64__)
 __asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
 __asm__(".symver pthread_mutex_consistent, pthread_mutex_consistent@GLIBC_2.12");
@@ -19,6 +19,7 @@ __asm__(".symver pthread_mutexattr_init, pthread_mutexattr_init@GLIBC_2.2.5");
 __asm__(".symver pthread_mutexattr_destroy, pthread_mutexattr_destroy@GLIBC_2.2.5");
 __asm__(".symver pthread_mutexattr_setpshared, pthread_mutexattr_setpshared@GLIBC_2.2.5");
 __asm__(".symver pthread_mutexattr_setrobust, pthread_mutexattr_setrobust@GLIBC_2.12");
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 #elif defined(__aarch64__)
 __asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.17");
 __asm__(".symver pthread_mutex_consistent, pthread_mutex_consistent@GLIBC_2.17");
@@ -26,6 +27,7 @@ __asm__(".symver pthread_mutexattr_init, pthread_mutexattr_init@GLIBC_2.17");
 __asm__(".symver pthread_mutexattr_destroy, pthread_mutexattr_destroy@GLIBC_2.17");
 __asm__(".symver pthread_mutexattr_setpshared, pthread_mutexattr_setpshared@GLIBC_2.17");
 __asm__(".symver pthread_mutexattr_setrobust, pthread_mutexattr_setrobust@GLIBC_2.17");
+__asm__(".symver dlsym, dlsym@GLIBC_2.17");
 #endif
 
 /* Of glibc 2.32, and read by the C++ library alone: 0 has it count references atomically. */
