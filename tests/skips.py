@@ -48,6 +48,7 @@ ALLOWED = (
     Allowed("tests/examples/test_tabular.py::", "the same", "recipes"),
     Allowed("tests/dialects/openai/test_tools_langchain.py::", "langchain-openai", "recipes"),
     Allowed("tests/dialects/openai/test_litellm.py::", "litellm", "recipes"),
+    Allowed("tests/repository/test_storage.py::test_a_cloud_", "fake-gcs-server, Azurite", "clouds"),
     Allowed("tests/repository/test_storage.py", "obstore, moto", "recipes"),
     Allowed("tests/server/models/test_storage.py", "obstore, moto", "recipes"),
     Allowed("tests/cli/test_serve_one.py::test_xgboost", "XGBoost", "recipes"),

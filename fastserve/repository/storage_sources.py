@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,20 @@ HUB, HUB_VARIABLE, TOKEN_VARIABLE = "https://huggingface.co", "HF_ENDPOINT", "HF
 HUB_JSON_BYTES = 16 << 20
 UNUSED_ON_HUB = (".h5", ".msgpack", ".ot", ".tflite", ".bin", ".pt", ".pth")
 """Endings of a Hub model's weights for other frameworks, where it has them as safetensors too."""
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+METADATA = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "&resource=https%3A%2F%2Fstorage")
+"""Parts of addresses at which the clouds' metadata services give credentials to their machines."""
+SIGNS = {
+    "dns error": "is no host that is known here",
+    "ConnectionRefused": "refuses the connection",
+    "InvalidCertificate": "has a certificate that is not trusted here",
+    "TimedOut": "does not answer in time",
+}
+"""Signs of why no answer came, in the library's description of an error."""
+_ASKED = re.compile(r"Error performing [A-Z]+ (https?://\S+) in ")
+_STATUS = re.compile(r"non-2xx status code: (\d{3})([^:<]{0,40})")
+_GENERIC = re.compile(r"^Generic \w+ error: ")
+_CODE = re.compile(r"<Code>([A-Za-z]\w{0,60})</Code>")
 MISSING = f"addresses of object stores need obstore: {install_text('obstore', 'storage')}"
 
 
@@ -100,8 +115,10 @@ def open_source(uri: str, options: StorageOptions) -> Source:
         return BucketSource(uri, options)
     except ConfigError:
         raise
-    except Exception as error:  # of the library: an address or a variable that it cannot use
-        raise ConfigError(f"repository: {_shown(uri)}: {_text(error)}") from None
+    except BaseException as error:  # of the library: an address or a variable that it cannot use
+        if not _is_of_library(error):
+            raise
+        raise ConfigError(f"repository: {_shown(uri)}: {fault_sentence(error)}") from None
 
 
 def _shown(uri: str) -> str:
@@ -222,8 +239,9 @@ def _open(uri: str, options: StorageOptions, headers: Mapping[str, str] | None =
 
 
 def _listed(meta: Mapping[str, Any]) -> StoredFile:
+    """Return what a store says of a file. Azure lists ETags without the quotes that its headers have."""
     tag = meta.get("e_tag") or f"{meta.get('last_modified')}"
-    return StoredFile(str(tag), int(meta["size"]))
+    return StoredFile(str(tag).replace('"', ""), int(meta["size"]))
 
 
 def _fetch(store: Any, path: str, listed: StoredFile, file: IO[bytes], most: int) -> int:
@@ -263,14 +281,66 @@ def _told(what: str) -> Iterator[None]:
     except (StorageError, OSError) as error:
         if isinstance(error, StorageError) or error.errno is not None:
             raise
-        raise StorageError(f"{what}: {_text(error)}") from None
-    except Exception as error:
-        raise StorageError(f"{what}: {_text(error)}") from None
+        raise StorageError(f"{what}: {fault_sentence(error)}") from None
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        raise StorageError(f"{what}: {fault_sentence(error)}") from None
 
 
-def _text(error: Exception) -> str:
-    """Return an error in a line, without what the library knows of its own insides."""
-    return " ".join(str(error).partition("Debug source")[0].split())[:300]
+def _is_of_library(error: BaseException) -> bool:
+    """Return whether an error is the library's or the store's: a panic of Rust code is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def fault_sentence(error: BaseException) -> str:
+    """Return an error of the library as a sentence for an operator who sets addresses and credentials."""
+    text, _, insides = str(error).partition("Debug source")
+    asked, status, code = _ASKED.search(text), _STATUS.search(text), _CODE.search(text)
+    parts = urlsplit(asked[1]) if asked else None
+    host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts else "the store"
+    if status is None:
+        why = _unanswered(text, insides, host)
+    else:
+        answered = f"{status[1]} {status[2].strip()}{f', {code[1]}' if code else ''}"
+        why = f"{host} answers {answered}"
+        if not _is_metadata(text):
+            why = _answered(int(status[1]), answered, code[1] if code else "")
+    if why and _is_metadata(text):
+        return f"no variable sets credentials, and the machine has none: {why}"
+    return why or _line(text)
+
+
+def _answered(status: int, answered: str, code: str) -> str:
+    if status in (401, 403):
+        return f"the credentials are missing, are wrong or give no right to it ({answered})"
+    if status == 404:
+        return f"{'there is no such bucket' if code in NO_BUCKET else 'nothing is there'} ({answered})"
+    return f"the store answers with an error ({answered})"
+
+
+def _unanswered(text: str, insides: str, host: str) -> str:
+    """Return why no answer came, or "" for an error of another kind."""
+    if "InvalidUri" in text:
+        return "an endpoint that a variable sets is no address: those begin with https:// or http://"
+    if "Account must be specified" in text:
+        return "AZURE_STORAGE_ACCOUNT_NAME is not set"
+    if "without LOCATION" in text:
+        return "the store has it elsewhere: another region or endpoint is to be set"
+    if "builder error" in text and host.startswith("http://"):
+        return f"{host} is read by anybody on the way: storage.allow_http allows it"
+    if "error sending request" not in text:
+        return ""
+    return f"{host} {next((told for sign, told in SIGNS.items() if sign in insides), 'does not answer')}"
+
+
+def _is_metadata(text: str) -> bool:
+    """Return whether the machine's metadata service was asked, where the search for credentials ends."""
+    return any(part in text for part in METADATA)
+
+
+def _line(text: str) -> str:
+    return " ".join(_GENERIC.sub("", text).split())[:300]
 
 
 class BoundedReader:
@@ -317,11 +387,11 @@ def unpack(archive: Path, folder: Path, most: int) -> int:
                 _check_end(reader, tar.offset)
                 return total
         except (tarfile.TarError, EOFError, gzip.BadGzipFile, ValueError, OverflowError) as error:
-            raise StorageError(f"the archive cannot be read: {_text(error)}") from None
+            raise StorageError(f"the archive cannot be read: {_line(str(error))}") from None
         except OSError as error:
             if error.errno is not None:
                 raise
-            raise StorageError(f"the archive cannot be read: {_text(error)}") from None
+            raise StorageError(f"the archive cannot be read: {_line(str(error))}") from None
 
 
 def _check_end(reader: BoundedReader, at: int) -> None:

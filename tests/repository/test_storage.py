@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import signal
@@ -10,21 +12,55 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
+from urllib.request import urlopen
 
 import pytest
 
 from fastserve.errors import ConfigError
 from fastserve.repository.storage import Mirror, open_mirror
-from fastserve.repository.storage_sources import StorageError, check_path, is_uri, open_source, unpack
+from fastserve.repository.storage_sources import (
+    StorageError,
+    check_path,
+    fault_sentence,
+    is_uri,
+    open_source,
+    unpack,
+)
 from fastserve.settings import StorageOptions
-from tests.repository.stores import Bucket, Files, open_bucket, pack, tree
+from tests.repository.stores import (
+    Bucket,
+    Cloud,
+    Files,
+    open_azure,
+    open_bucket,
+    open_google_cloud,
+    pack,
+    tree,
+)
+from tests.running import Running, run_command, until
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.lingers  # the threads of obstore
 
+ASKED = b'{"instances": [[2.0]]}'
+SOURCE = b"""
+class Model:
+    def __init__(self, config):
+        pass
+
+    def run(self, inputs):
+        return {"y": inputs["x"] * 2}
+"""
+TENSOR = b"{dtype: float32, shape: [1]}"
+SERVED = {
+    "twice/1/model.py": SOURCE,
+    "twice/model.yaml": b"backend: python\nmax_batch_size: 4\ninputs: {x: %s}\noutputs: {y: %s}"
+    % (TENSOR, TENSOR),
+}
 MODEL = {"m/model.yaml": b"backend: python", "m/1/model.py": b"one"}
 
 
@@ -44,6 +80,20 @@ def filled(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     yield bucket
     for path in ("m/model.yaml", "m/1/model.py", "m/2/model.py"):
         bucket.remove(path)
+
+
+@pytest.fixture(scope="module", params=["gs", "az"])
+def emulator(request: pytest.FixtureRequest) -> Iterator[Cloud]:
+    with {"gs": open_google_cloud, "az": open_azure}[request.param]() as found:
+        yield found
+
+
+@pytest.fixture
+def cloud(emulator: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    for name, value in emulator.environment.items():
+        monkeypatch.setenv(name, value)
+    yield emulator
+    emulator.files.answer = emulator.forward
 
 
 @pytest.fixture
@@ -226,6 +276,143 @@ def test_an_archive_is_looked_at_by_its_head_alone(files: Files, tmp_path: Path)
     mirror.close()
 
 
+def cut_off(cloud: Cloud, path: str) -> Callable[[Any], bool]:
+    """The emulator's answers, but of one file half of what is asked for, each time."""
+
+    def answer(handler: Any) -> bool:
+        if handler.command != "GET" or path not in unquote(handler.path):
+            return cloud.forward(handler)
+        whole, handler.wfile = handler.wfile, io.BytesIO()
+        cloud.forward(handler)
+        head, _, body = handler.wfile.getvalue().partition(b"\r\n\r\n")
+        handler.wfile = whole
+        handler.wfile.write(head + b"\r\n\r\n" + body[: len(body) // 2])
+        return True
+
+    return answer
+
+
+def refusal(status: int, code: str) -> Callable[[Any], bool]:
+    """An answer as the APIs of the clouds document their errors."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>No.</Message></Error>".encode()
+
+    def answer(handler: Any) -> bool:
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+        return True
+
+    return answer
+
+
+def test_a_cloud_and_its_faults(cloud: Cloud, tmp_path: Path) -> None:
+    for path, data in MODEL.items():
+        cloud.put(f"faults/{path}", data)
+    uri, large = f"{cloud.uri}/faults", os.urandom(1 << 20)
+    mirror = open_mirror(uri, options(tmp_path, timeout_s=20.0))
+    assert tree(mirror.path) == MODEL
+    assert not mirror.sync()
+    cloud.put("faults/m/2/model.py", large)
+    for answer, why in (
+        (cut_off(cloud, "m/2/model.py"), "m/2/model.py cannot be read: "),
+        (refusal(404, "NoSuchBucket"), "there is no such bucket (404 Not Found, NoSuchBucket)"),
+        (refusal(403, "AccessDenied"), "give no right to it (403 Forbidden, AccessDenied)"),
+        (refusal(503, "SlowDown"), "the store answers with an error (503 Service Unavailable, SlowDown)"),
+    ):
+        cloud.files.answer = answer
+        with pytest.raises(StorageError) as fault:
+            mirror.sync()
+        assert why in str(fault.value)
+        assert tree(mirror.path) == MODEL
+    cloud.files.answer = cloud.forward
+    assert mirror.sync()
+    assert tree(mirror.path) == {**MODEL, "m/2/model.py": large}
+    mirror.close()
+    cloud.put("models.tar.gz", pack(MODEL))
+    mirror = open_mirror(f"{cloud.uri}/models.tar.gz", options(tmp_path, timeout_s=20.0))
+    assert tree(mirror.path) == MODEL
+    assert not mirror.sync()
+    mirror.close()
+
+
+def test_a_cloud_is_served(cloud: Cloud, tmp_path: Path) -> None:
+    for path, data in SERVED.items():
+        cloud.put(f"live/{path}", data)
+    stored = "--storage-cache", str(tmp_path / "cache"), "--storage-allow-http"
+    with Running(
+        f"{cloud.uri}/live", tmp_path / "log", *stored, "--storage-poll-s", "1", "--poll-s", "0.2"
+    ) as server:
+
+        def ask() -> object:
+            with urlopen(f"http://{server.http}/v1/models/twice:predict", ASKED, timeout=60) as reply:
+                return json.load(reply)["predictions"]
+
+        def stale() -> bool:
+            with urlopen(f"http://{server.http}/metrics", timeout=60) as reply:
+                return b"\nfastserve_storage_stale 1" in reply.read()
+
+        assert ask() == [[4.0]]
+        cloud.files.answer = cut_off(cloud, "twice/2/model.py")
+        cloud.put("live/twice/2/model.py", SOURCE.replace(b"* 2", b"* 3") + b"\n#" + b"." * 100_000)
+        until(stale, "half a file is found out")
+        assert ask() == [[4.0]]
+        cloud.files.answer = cloud.forward
+        until(lambda: ask() == [[6.0]], "the new version is served")
+        assert not stale()
+    cloud.files.answer = refusal(403, "AccessDenied")
+    done = run_command("serve", f"{cloud.uri}/other", *stored)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"repository: {cloud.uri}/other: its files cannot be listed: the credentials" in done.stderr
+
+
+@pytest.mark.parametrize("emulator", ["az"], indirect=True)
+def test_a_cloud_that_refuses(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = base64.b64encode(b"x" * 64).decode()
+    for uri, variable, value, why in (
+        ("az://nothing/a", "", "", "there is no such bucket (404 Not Found, ContainerNotFound)"),
+        (f"{cloud.uri}/a.tar", "", "", "nothing is there (404 Not Found)"),
+        (cloud.uri, "AZURE_STORAGE_ACCOUNT_KEY", wrong, "give no right to it (403 Forbidden, Auth"),
+        (cloud.uri, "AZURE_STORAGE_ACCOUNT_KEY", "!", "Invalid Access Key"),
+        (cloud.uri, "AZURE_STORAGE_ACCOUNT_NAME", "", "AZURE_STORAGE_ACCOUNT_NAME is not set"),
+        (cloud.uri, "AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:1/a", "http://127.0.0.1:1 refuses the conn"),
+    ):
+        with monkeypatch.context() as patch:
+            if variable and not value:
+                patch.delenv(variable)
+            elif variable:
+                patch.setenv(variable, value)
+            with pytest.raises(ConfigError) as fault:
+                open_mirror(uri, options(tmp_path, timeout_s=20.0))
+        assert why in str(fault.value)
+        assert "\n" not in str(fault.value)
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(
+        ConfigError, match="no variable sets credentials, and the machine has none: http://127"
+    ):
+        open_mirror(cloud.uri, options(tmp_path, timeout_s=20.0))
+
+
+def test_faults_as_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no server of tests can answer so: Google Cloud's metadata service, and a panic of the library."""
+    host = "http://169.254.169.254"
+    told = (
+        f"Generic GCS error: Error performing token request: Error performing GET {host}/computeMetadata/v1/a"
+    )
+    insides = " in 2ms - HTTP error: error sending request\n\nDebug source:\nkind: TimedOut"
+    why = "no variable sets credentials, and the machine has none"
+    assert fault_sentence(Exception(told + insides)) == f"{why}: {host} does not answer in time"
+    monkeypatch.setenv("GOOGLE_BASE_URL", "127.0.0.1:1")
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "test")
+    with pytest.raises(ConfigError, match="an endpoint that a variable sets is no address"):
+        open_mirror("gs://models/a", options(tmp_path, timeout_s=20.0))
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"storage\.allow_http allows it"):
+        open_mirror("gs://models/a", options(tmp_path, timeout_s=20.0, allow_http=False))
+
+
 def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> tarfile.TarInfo:
     made = tarfile.TarInfo(name)
     made.type, made.linkname, made.size = kind, link, size
@@ -294,20 +481,33 @@ def test_a_repository_larger_than_its_bound(filled: Bucket, files: Files, tmp_pa
 def test_a_model_of_the_hub(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", files.address)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    sent = []
+    sent, elsewhere, cut = [], Files(), False
 
     def answer(handler: Any) -> bool:
         sent.append(handler.headers.get("Authorization"))
-        return False
+        if "/resolve/" not in handler.path:
+            return False
+        handler.send_response(302)
+        handler.send_header("Location", elsewhere.address + handler.path)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+        return True
 
-    files.answer = answer
+    def answer_elsewhere(handler: Any) -> bool:
+        assert "Authorization" not in handler.headers, "the token is the Hub's alone"
+        data, tag = elsewhere.files[handler.path]
+        handler.begin(len(data), tag)
+        handler.wfile.write(data[: len(data) // 2] if cut else data)
+        return True
+
+    files.answer, elsewhere.answer = answer, answer_elsewhere
 
     def commit(sha: str, held: dict[str, bytes]) -> None:
         names = [{"rfilename": name} for name in (*held, ".gitattributes", "pytorch_model.bin")]
         described = json.dumps({"sha": sha, "siblings": names}).encode()
         files.files["/api/models/org/tiny/revision/main"] = described, sha
         for name, data in held.items():
-            files.files[f"/org/tiny/resolve/{sha}/{name}"] = data, "x"
+            elsewhere.files[f"/org/tiny/resolve/{sha}/{name}"] = data, "x"
 
     held = {"config.json": b"{}", "model.safetensors": b"weights"}
     commit("c1", held)
@@ -315,10 +515,16 @@ def test_a_model_of_the_hub(files: Files, tmp_path: Path, monkeypatch: pytest.Mo
     assert (mirror.path.name, tree(mirror.path)) == ("tiny", held)
     assert not mirror.sync()
     commit("c2", {**held, "config.json": b"{ }"})
+    cut = True
+    with pytest.raises(StorageError, match=r"config\.json cannot be read"):
+        mirror.sync()
+    assert tree(mirror.path) == held
+    cut = False
     assert mirror.sync()
     assert tree(mirror.path)["config.json"] == b"{ }"
     assert set(sent) == {"Bearer hf_secret"}
     mirror.close()
+    elsewhere.close()
 
 
 @pytest.mark.parametrize(
