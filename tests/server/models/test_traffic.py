@@ -27,7 +27,7 @@ from fastserve.tensor import DTYPES, Tensor
 from tests.server.processes.test_fronts import connect_to_each
 from tests.server.rig import SOURCE, Client, run, serving, write_model
 
-V2, TFS = load("kserve_v2"), load("tfserving")
+V2, TFS, V1, GRPS = load("kserve_v2"), load("tfserving"), load("triton_v1"), load("grps")
 FRONTS = 3
 ADMIN = AdminOptions(traffic=True)
 LABELS = {"stable": 1, "canary": 2}
@@ -317,9 +317,10 @@ def test_an_input_is_sticky_over_every_protocol(tmp_path: Path, dtype: str) -> N
         return struct.pack("<I", len(user)) + user.encode() if text else struct.pack("<q", int(user))
 
     async def work() -> None:
+        apis = "tfserving", "kserve_v2", "triton_v1", "grps"
         both = {
-            "http": (Listener("127.0.0.1:0", ("tfserving", "kserve_v2", "triton_v1", "grps", "mlflow")),),
-            "grpc": (Listener("127.0.0.1:0"),),
+            "http": (Listener("127.0.0.1:0", (*apis, "mlflow")),),
+            "grpc": (Listener("127.0.0.1:0", apis),),
         }
         async with serving(tmp_path, **both, frontends=2) as at:
             client = await at.client()
@@ -397,13 +398,49 @@ def test_an_input_is_sticky_over_every_protocol(tmp_path: Path, dtype: str) -> N
                     assert "gtensors" in answer, answer
                     return answer["gtensors"]["tensors"][0]["flat_float32"][0]
 
+                async def grps_grpc(user: str) -> float:
+                    request = GRPS.GrpsMessage()
+                    tensors = request.gtensors.tensors
+                    tensors.add(name="x", dtype=7, shape=[1, 1], flat_float32=[1.0])
+                    if text:
+                        tensors.add(name="user", dtype=9, shape=[1, 1], flat_string=[user])
+                    else:
+                        tensors.add(name="user", dtype=5, shape=[1, 1], flat_int64=[int(user)])
+                    answer = await call("/grps.protos.v1.GrpsService/Predict", request, GRPS.GrpsMessage)
+                    assert len(answer.gtensors.tensors) == 1, answer
+                    return answer.gtensors.tensors[0].flat_float32[0]
+
+                async def triton_v1(user: str) -> float:
+                    raw = struct.pack("<f", 1.0) + raw_user(user)
+                    named = f'input {{ name: "user" dims: 1 batch_byte_size: {len(raw) - 4} }}'
+                    asked = f'batch_size: 1 input {{ name: "x" dims: 1 }} {named} output {{ name: "y" }}'
+                    head = f"POST /api/infer/twice HTTP/1.1\r\nHost: t\r\nNV-InferRequest: {asked}\r\n"
+                    client.writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+                    status, body = await client.page()
+                    assert status == 200, body
+                    return struct.unpack("<f", body[:4])[0]
+
+                async def triton_v1_grpc(user: str) -> float:
+                    raws = [struct.pack("<f", 1.0), raw_user(user)]
+                    request = V1.InferRequest(model_name="twice", model_version=-1, raw_input=raws)
+                    request.meta_data.batch_size = 1
+                    for name, raw in zip(("x", "user"), raws, strict=True):
+                        request.meta_data.input.add(name=name, dims=[1], batch_byte_size=len(raw))
+                    request.meta_data.output.add(name="y")
+                    answer = await call(
+                        "/nvidia.inferenceserver.GRPCService/Infer", request, V1.InferResponse
+                    )
+                    assert answer.meta_data.model_version == wanted[user], answer
+                    return struct.unpack("<f", answer.raw_output[0])[0]
+
                 async def mlflow(user: str) -> float:
                     row = {"x": [[1.0]], "user": [[user if text else int(user)]]}
                     answer = (await ask(client, {"inputs": row}, "/endpoints/twice/invocations", **sort))[1]
                     assert "predictions" in answer, answer
                     return np.ravel(answer["predictions"])[0]
 
-                for way in (v1, v2, binary, v2_grpc, tfs_grpc, grps, mlflow):
+                old = triton_v1, triton_v1_grpc
+                for way in (v1, v2, binary, v2_grpc, tfs_grpc, grps, grps_grpc, *old, mlflow):
                     found = {user: [await way(user) for _ in range(4)] for user in users}
                     assert found == {user: [version] * 4 for user, version in wanted.items()}, way
                 for user in users:  # those that name a version get it
