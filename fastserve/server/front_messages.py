@@ -2,7 +2,7 @@
 
 front -> owner   ask {id, do: names | load | unload | replace | rules | want | stop | spread | change | ...}
 owner -> front   reply {id, names | meant | shown | error}       when all fronts have applied the change
-owner -> front   catalog {models}
+owner -> front   catalog {models, gone | whole}          the models that have changed, or all of them
 
 Texts of clients are ASCII JSON within a message: they need not be Unicode.
 """
@@ -38,16 +38,44 @@ from fastserve.settings.model_options import TrafficRules
 
 def catalog_message(catalog: Catalog) -> dict[str, Any]:
     """Return a message of every model, its labels and the state of every version it ever had."""
-    return {"op": "catalog", "models": {name: _write_model(model) for name, model in catalog.models.items()}}
+    models = {name: write_model(model) for name, model in catalog.models.items()}
+    return {"op": "catalog", "models": models, "gone": [], "whole": True}
 
 
-def _write_model(model: Model) -> dict[str, Any]:
+class CatalogChanges:
+    """Changes of a catalog for the other fronts, which get all of it at their start.
+
+    Each front's channel keeps the order of messages, so they need no numbers.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._told: dict[str, dict[str, Any]] = {}
+
+    def take(self, *names: str) -> dict[str, Any] | None:
+        """Return a message of the models that have changed since the last one, of those names or of all; None
+        where none has."""
+        models, changed = self._catalog.models, {}
+        for name in names or models:
+            if name in models and self._told.get(name) != (written := write_model(models[name])):
+                changed[name] = written
+        gone = [name for name in names or self._told if name in self._told and name not in models]
+        if not changed and not gone:
+            return None
+        self._told |= changed
+        for name in gone:
+            del self._told[name]
+        return {"op": "catalog", "models": changed, "gone": gone, "whole": False}
+
+
+def write_model(model: Model) -> dict[str, Any]:
+    """Return what other fronts show and look up of a model."""
     versions = [
         [v.number, id(v), v.state.value, _write_error(v.error), v.down, v.dormant]
         for v in model.versions.values()
     ]
     return {
-        "labels": model.labels,
+        "labels": dict(model.labels),
         "rules": msgspec.to_builtins(model.rules),
         "set": model.set_rules is not None,
         "versions": versions,
@@ -67,10 +95,12 @@ def _read_error(written: list[Any] | None) -> ServeError | None:
 
 
 def apply_catalog(catalog: Catalog, message: dict[str, Any], opened: dict[int, Version]) -> None:
-    """Make `catalog` what the message says. `opened` are the versions this process has a queue for, by
-    the owner's id; others are listed with their state and cannot serve."""
-    for name in set(catalog.models) - set(message["models"]):
-        catalog.remove(name)
+    """Make `catalog` what the message says of models that have changed, or of all. `opened` are the versions
+    this process has a queue for, by the owner's id; others are listed with their state and cannot serve."""
+    gone = set(catalog.models) - set(message["models"]) if message["whole"] else message["gone"]
+    for name in gone:
+        if name in catalog.models:
+            catalog.remove(name)
     for name, written in message["models"].items():
         model = catalog.model(name)
         model.labels = {label: int(number) for label, number in written["labels"].items()}

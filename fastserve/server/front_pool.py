@@ -2,7 +2,7 @@
 
     owner -> front   start {settings, front, listeners, relay} + metrics memory, relay channel, inboxes
                      open {version} + arena, if it has one    listen {places} + listening sockets
-                     catalog {models}    ready {...}    close {id}    renew {}    drain {grace_s}
+                     catalog {models, gone}    ready {...}    close {id}    renew {}    drain {grace_s}
                      hear {id, dialect, word}    settle {id}    ping {id}
                      replicate {records} + descriptors    (serving/replication.py)
     front -> owner   listening    opened {id}    closed {id}    heard {id, meant}    settled {id}    pong {id}
@@ -40,7 +40,7 @@ from fastserve.net.accept_balance import AcceptBalancer
 from fastserve.repository.catalog import Catalog
 from fastserve.repository.model_config import config_json
 from fastserve.repository.version import Version
-from fastserve.server.front_messages import OwnerModelControl, catalog_message
+from fastserve.server.front_messages import CatalogChanges, OwnerModelControl, catalog_message
 from fastserve.serving.replication import ReplicatedState, StateRecord, write_records
 from fastserve.settings import Listener, Settings
 from fastserve.settings.server_settings import PASSWORD_VARIABLE
@@ -87,13 +87,12 @@ class FrontPool:
         self._loads = loads
         loads.settle = self.settle
         self.state = loads.state
-        self._catalog = catalog
         self.links = [
             FrontLink(i, settings, catalog, host, registry, balancer, self._answer, self.state, started_ns)
             for i in range(1, settings.front_count)
             if balancer is not None
         ]
-        self._told: dict[str, Any] = {}
+        self._changes = CatalogChanges(catalog)
         self._told_metrics: list[str] = []
         self.hear: Callable[[str, str], bool] = lambda dialect, word: False
         """The owner's own Front.hear."""
@@ -143,14 +142,11 @@ class FrontPool:
         for link in self.links:
             link.tell({"op": "renew"})
 
-    def tell_catalog(self) -> None:
-        """Send every front the whole catalog if it has changed, a few hundred bytes a model."""
-        if self.links:
-            message = catalog_message(self._catalog)
-            if message != self._told:
-                self._told = message
-                for link in self.links:
-                    link.tell(message)
+    def tell_catalog(self, *names: str) -> None:
+        """Send every front the models that have changed, of those names or of all: some 200 bytes each."""
+        if self.links and (message := self._changes.take(*names)) is not None:
+            for link in self.links:
+                link.tell(message)
 
     async def settle(self) -> None:
         """Wait until every front has applied the present catalog."""

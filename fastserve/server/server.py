@@ -333,7 +333,7 @@ class Server:
         self.progress.settle(name, failed=model.error is not None or model.latest is None)
 
     def _version_changed(self, version: Version) -> None:
-        self.fronts.tell_catalog()
+        self.fronts.tell_catalog(version.model)
         self._health_changed()
 
     def _health_changed(self) -> None:

@@ -7,12 +7,20 @@ import base64
 import errno
 import json
 import os
+import random
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from fastserve.errors import Kind, ServeError
+from fastserve.repository.catalog import Catalog
+from fastserve.repository.model_config import ModelConfig
+from fastserve.repository.version import Version, VersionState
+from fastserve.server.front_messages import CatalogChanges, apply_catalog, catalog_message
 from tests import proc
 from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
@@ -275,3 +283,50 @@ def test_any_front_loads_and_unloads_for_its_clients(tmp_path):
                 assert await client.predict(1.0, model="brought") == (200, [3.0])
 
     run(work())
+
+
+def change_something(catalog: Catalog, draw: random.Random) -> None:
+    """Change one model as loads, clients and readiness do."""
+    model = catalog.model(f"m{draw.randrange(20)}")
+    kind = draw.randrange(6)
+    if kind == 0 or not model.versions:
+        catalog.put(Version(model.name, draw.randrange(3), Path(), ModelConfig(backend="onnx")))
+    elif kind == 1:
+        model.labels[draw.choice("ab")] = draw.randrange(3)
+    elif kind == 2:
+        catalog.blame(model, draw.choice([None, ServeError(Kind.INTERNAL, f"{draw.random()}")]))
+    elif kind == 3 and len(catalog.models) > 1:
+        catalog.remove(model.name)
+    else:
+        version = draw.choice(list(model.versions.values()))
+        version.down, version.dormant = draw.choice(["", "stuck"]), draw.random() < 0.5
+        model.on_demand = draw.random() < 0.5
+        version.state = draw.choice([VersionState.LOADING, VersionState.AVAILABLE, VersionState.END])
+
+
+def shown(catalog: Catalog) -> dict[str, Any]:
+    """What a catalog's message says, without the owner's ids."""
+    models = catalog_message(catalog)["models"]
+    for model in models.values():
+        model["versions"] = [[row[0], *row[2:]] for row in model["versions"]]
+    return models
+
+
+def test_changed_models_make_the_catalog_that_all_of_them_make() -> None:
+    draw, owner, follower = random.Random(7), Catalog(), Catalog()
+    changes = CatalogChanges(owner)
+    for step in range(500):
+        for _ in range(draw.randrange(3)):
+            change_something(owner, draw)
+        if step == 250:  # a front that has started anew
+            follower = Catalog()
+            apply_catalog(follower, json.loads(msgspec.json.encode(catalog_message(owner))), {})
+        message = changes.take()
+        if message is not None:
+            apply_catalog(follower, json.loads(msgspec.json.encode(message)), {})
+        assert shown(follower) == shown(owner), step
+        assert changes.take() is None
+    name, other = list(owner.models)[:2]
+    owner.models[name].on_demand = not owner.models[name].on_demand
+    assert changes.take(other) is None
+    assert list(changes.take(name, other)["models"]) == [name], "the others are not sent again"
