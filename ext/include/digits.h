@@ -86,26 +86,33 @@ FOR_AVX2 int read_digits16_wide(const uint8_t *at, uint64_t *value)
     return count;
 }
 
-// A whole decimal, "123.4567" or "123", that ends within 16 bytes: its length, or 0 if it does not.
-// `whole` digits stand before the point; no_point says that there is none. Bytes left of the point
-// move right by one, over it.
-FOR_AVX2 int read_decimal16_wide(const uint8_t *at, uint64_t *value, int *whole, bool *no_point)
+// Loaded from 32 - n, the first n of 16 bytes are ones.
+alignas(64) static const int8_t FIRST_BYTES[64] = {
+    -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+    -1, -1, -1};
+
+FOR_AVX2 uint32_t mark_commas32(const uint8_t *at)
 {
-    const __m128i PLACES = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m128i text = _mm_loadu_si128((const __m128i *)at);
-    __m128i values = _mm_sub_epi8(text, _mm_set1_epi8('0'));
-    uint32_t points = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(text, _mm_set1_epi8('.')));
-    uint32_t others = mark_digits(values) ^ 0xffff;
-    uint32_t point = others & (0 - others) & points;
-    if (others == point)
-        return 0;
-    int length = __builtin_ctz(others ^ point);
-    *no_point = point == 0;
-    *whole = __builtin_ctz(others);
-    __m128i right = _mm_shuffle_epi8(values, _mm_loadu_si128((const __m128i *)(ALIGN_RIGHT + length)));
-    int place = point ? 16 - length + *whole : -1;
-    __m128i left = _mm_cmpgt_epi8(_mm_set1_epi8((char)(place + 1)), PLACES);
-    *value = join_digits16(_mm_blendv_epi8(right, _mm_slli_si128(right, 1), left));
-    return length;
+    return (uint32_t)_mm256_movemask_epi8(
+        _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i *)at), _mm256_set1_epi8(',')));
+}
+
+// One bit for each byte that is no digit: a digit xor '0' is at most 9, and 118 more set no sign.
+FOR_AVX2 uint32_t mark_others32(const uint8_t *at)
+{
+    __m256i values = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)at), _mm256_set1_epi8('0'));
+    return (uint32_t)_mm256_movemask_epi8(_mm256_adds_epu8(values, _mm256_set1_epi8(118)));
+}
+
+// The first 16 digits of a decimal, as if zeros followed its last: "1.25" is 1250000000000000. `whole` of its `digits`
+// (both at most 32) stand before the point; bytes behind that move left by one, over it.
+FOR_AVX2 uint64_t read_decimal16(const uint8_t *at, uint64_t whole, uint64_t digits)
+{
+    __m128i left = _mm_loadu_si128((const __m128i *)at);
+    __m128i right = _mm_loadu_si128((const __m128i *)(at + 1));
+    __m128i before = _mm_loadu_si128((const __m128i *)(FIRST_BYTES + 32 - whole));
+    __m128i within = _mm_loadu_si128((const __m128i *)(FIRST_BYTES + 32 - digits));
+    __m128i values = _mm_xor_si128(_mm_blendv_epi8(right, left, before), _mm_set1_epi8('0'));
+    return join_digits16(_mm_and_si128(values, within));
 }
 #endif

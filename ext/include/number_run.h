@@ -70,6 +70,12 @@ static JsonFault read_item(const uint8_t **at, const uint8_t *end, T *out)
 static const double EXACT_TENS[23] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10, 1e11,
                                       1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22};
 
+// 10**(k - 16), and its negative.
+static const double SCALES[17][2] = {
+    {1e-16, -1e-16}, {1e-15, -1e-15}, {1e-14, -1e-14}, {1e-13, -1e-13}, {1e-12, -1e-12}, {1e-11, -1e-11}, {1e-10,
+    -1e-10}, {1e-9, -1e-9}, {1e-8, -1e-8}, {1e-7, -1e-7}, {1e-6, -1e-6}, {1e-5, -1e-5}, {1e-4, -1e-4}, {1e-3,
+    -1e-3}, {1e-2, -1e-2}, {1e-1, -1e-1}, {1e0, -1e0}};
+
 // -DPLAIN_DIGITS leaves the vector reader out, to test the other one on a machine that has both.
 namespace plain {
 #define READ_DIGITS16 read_digits16
@@ -79,13 +85,13 @@ namespace plain {
 
 #if defined(__x86_64__) && !defined(PLAIN_DIGITS)
 #pragma GCC push_options
-#pragma GCC target("avx2,bmi,bmi2")
+#pragma GCC target("avx2,bmi,bmi2,lzcnt")
 namespace wide {
 #define READ_DIGITS16 read_digits16_wide
-#define READ_DECIMAL16 read_decimal16_wide
+#define PLAIN_RUNS
 #include "number_loop.h"
 #undef READ_DIGITS16
-#undef READ_DECIMAL16
+#undef PLAIN_RUNS
 }
 #pragma GCC pop_options
 #endif

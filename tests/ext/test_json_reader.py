@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -220,6 +221,51 @@ def test_hurried_numbers_agree_with_careful_ones(text: str, dtype: str) -> None:
         with np.errstate(over="ignore"):
             want = np.array([float(text), 1.0]).astype(dtype) if "I" not in text and "N" not in text else None
         assert want is None or text == "-0" or want.tobytes() == careful
+
+
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+
+
+DECIMALS = st.one_of(
+    st.tuples(
+        st.sampled_from(["", "-"]),
+        st.one_of(st.just("0"), st.integers(1, 10**17).map(str)),
+        st.one_of(st.just(""), st.text("0123456789", min_size=1, max_size=22).map(lambda d: "." + d)),
+    ).map("".join),
+    number_texts,
+).filter(lambda text: text != "-0" and NUMBER.fullmatch(text) is not None)
+
+
+@examples(200)
+@given(
+    st.lists(DECIMALS, min_size=2, max_size=40),
+    st.sampled_from([",", ", ", " ,\n"]),
+    st.sampled_from(["float32", "float64"]),
+)
+def test_runs_of_numbers_are_the_nearest_floats(texts: list[str], comma: str, dtype: str) -> None:
+    with np.errstate(over="ignore"):
+        want = np.array([float(text) for text in texts]).astype(dtype)
+    out = np.zeros_like(want)
+    body = f'{{"instances":[{comma.join(texts)}]}}{" " * 100}'.encode()
+    fault = reader_of({"x": dtype}).read_into(body, out, (), len(texts))
+    if np.isfinite([float(text) for text in texts]).all():
+        assert fault == 0
+        assert out.tobytes() == want.tobytes()
+    else:
+        assert fault
+
+
+def test_numbers_beside_the_middle_of_two_floats_are_rounded_once() -> None:
+    draw = np.random.default_rng(0)
+    below = draw.integers(100 << 23, 150 << 23, 4000, np.uint32)  # from 2**-27 up
+    ends = [bits.view(np.float32).astype(np.float64) for bits in (below, below + 1)]
+    offs = np.where(np.arange(4000) % 2, draw.integers(-3, 4, 4000), draw.integers(-(1 << 18), 1 << 18, 4000))
+    doubles = (((ends[0] + ends[1]) / 2).view(np.int64) + offs).view(np.float64)
+    texts = [np.format_float_positional(double, trim="0") for double in doubles.tolist()]
+    out = np.zeros(4000, np.float32)
+    body = f'{{"instances":[{",".join(texts)}]}}'.encode()
+    assert reader_of({"x": "float32"}).read_into(body, out, (), 4000) == 0
+    np.testing.assert_array_equal(out, np.array([float(text) for text in texts]).astype(np.float32))
 
 
 def test_every_cut_is_refused() -> None:
