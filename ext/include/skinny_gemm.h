@@ -6,8 +6,6 @@
 //
 // A sum has LANES partial sums, each over every LANES-th product in order, that are added up in pairs: the same bits for a
 // row beside any others, in any tile, by any number of threads.
-//
-// Threads are those of OpenMP in torch's process, by GNU's entry: two pools would compete for the cores.
 
 #pragma once
 
@@ -15,8 +13,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define SKINNY_GEMM 1
-#include <dlfcn.h>
 #include <immintrin.h>
+#include "omp_threads.h"
 #endif
 
 namespace skinny {
@@ -93,13 +91,7 @@ static Compute* find_form(int lanes) {
     return has_narrow && (lanes == 0 || lanes == 8) ? narrow::compute : nullptr;
 }
 
-typedef void Parallel(void (*work)(void*), void* given, unsigned threads, unsigned flags);
-
-static Parallel* const parallel = (Parallel*)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-static int (*const thread_number)() = (int (*)())dlsym(RTLD_DEFAULT, "omp_get_thread_num");
-static int (*const thread_count)() = (int (*)())dlsym(RTLD_DEFAULT, "omp_get_num_threads");
-
-static bool has_threads() { return parallel && thread_number && thread_count; }
+static bool has_threads() { return omp_threads::are_there(); }
 
 struct Shared {
     const Task& task;
@@ -109,7 +101,7 @@ struct Shared {
 // Outputs are shared out in whole cache lines of the result.
 static void run_share(void* given) {
     const Shared& shared = *(const Shared*)given;
-    const int64_t lines = (shared.task.outputs + 15) / 16, number = thread_number(), count = thread_count();
+    const int64_t lines = (shared.task.outputs + 15) / 16, number = omp_threads::number(), count = omp_threads::count();
     const int64_t begin = lines * number / count * 16, end = lines * (number + 1) / count * 16;
     shared.form(shared.task, begin, end < shared.task.outputs ? end : shared.task.outputs);
 }
@@ -117,7 +109,7 @@ static void run_share(void* given) {
 static void run(const Task& task, Compute* form, unsigned threads) {
     if (threads < 2 || !has_threads()) return form(task, 0, task.outputs);
     Shared shared{task, form};
-    parallel(run_share, &shared, threads, 0);
+    omp_threads::parallel(run_share, &shared, threads, 0);
 }
 
 #else

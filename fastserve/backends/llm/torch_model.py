@@ -39,6 +39,7 @@ from torch.nn.functional import (
 )
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from fastserve._ext import decode_step
 from fastserve._ext.skinny_gemm import MOST_ROWS, SkinnyGemm, is_supported
 from fastserve.backends.llm.kv_cache import STRIDE, CacheSize, RowCache, Shape, shape_of, zero_pages
 from fastserve.backends.llm.lora import Adapters, JoinedRank
@@ -122,6 +123,7 @@ class Ragged:
         longest = int(plan.positions[:count].max(initial=0)) + 1
         self._length = -(-longest // STRIDE) * STRIDE
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._is_compiled = self._beside is None and _is_float_on_cpu(cache.data)
 
     def attend(self, layer: Layer) -> torch.Tensor:
         """Write new keys and values into the cache; return the attention of each sequence over its own, [1,
@@ -135,6 +137,8 @@ class Ragged:
     def _attend_writing(self, layer: Layer) -> torch.Tensor:
         count, rows, number, beside = len(self._at), self._writing, layer.number, self._beside
         keys, values = self._cache.keys[number], self._cache.values[number]
+        if self._is_compiled and layer.is_plain:
+            return self._attend_compiled(layer, keys, values)
         keys[self._rows, :, self._at] = layer.key[:, :count].transpose(0, 1)
         values[self._rows, :, self._at] = layer.value[:, :count].transpose(0, 1)
         mask = self._writing_mask(layer.window, layer.query.shape[1])
@@ -154,6 +158,25 @@ class Ragged:
         if beside is not None:
             seen = beside.gather(seen, layer.query.shape[1])
         return seen.reshape(count, -1, layer.query.shape[3])
+
+    def _attend_compiled(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Write and attend as decode_step.pyx does, which looks at each row's own positions."""
+        count, scale = len(self._at), layer.scaling
+        query = layer.query[:, :, :count].flatten(0, 1)
+        made = query.new_empty((count, query.shape[0], query.shape[2]))
+        decode_step.attend(
+            _by_token(query),
+            _by_token(layer.key[:, :count]),
+            _by_token(layer.value[:, :count]),
+            keys.numpy(),
+            values.numpy(),
+            self._at.numpy(),
+            made.numpy(),
+            scale=query.shape[2] ** -0.5 if scale is None else scale,
+            window=layer.window,
+            threads=torch.get_num_threads(),
+        )
+        return made
 
     def _attend_chunk(self, layer: Layer, chunk: Chunk) -> torch.Tensor:
         query, number = layer.query, layer.number
@@ -204,6 +227,16 @@ class Ragged:
         hidden = (behind < 0) | (behind >= window)
         zeros = torch.zeros(behind.shape, dtype=self._dtype, device=self._device)
         return zeros.masked_fill_(hidden, float("-inf"))
+
+
+def _is_float_on_cpu(tensor: torch.Tensor) -> bool:
+    return bool(tensor.device.type == "cpu" and tensor.dtype == torch.float32)
+
+
+def _by_token(heads: torch.Tensor) -> Any:
+    """Return [heads, tokens, dim] as an array [tokens, heads, dim], whose dims are contiguous."""
+    found = heads.transpose(0, 1)
+    return (found if found.stride(2) == 1 else found.contiguous()).numpy()
 
 
 def _drafts_beside(plan: StepPlan) -> list[Chunk]:
@@ -348,7 +381,7 @@ class Product:
 
 def _make_gemm(weight: torch.Tensor, bias: torch.Tensor | None) -> SkinnyGemm | None:
     """Return the product of few rows for a weight, None where this machine or its torch has none."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
+    if not _is_float_on_cpu(weight) or not weight.is_contiguous():
         return None
     if not is_supported(torch.get_num_threads()):
         return None
@@ -665,7 +698,7 @@ def make_norm(module: Any, config: Any) -> Norm:
     weight, exact = _norm_weight(module, config)
     if exact:
         return _RmsNorm(weight, exact, eps)
-    return partial(torch.rms_norm, normalized_shape=weight.shape, weight=weight, eps=eps)
+    return _PlainRmsNorm(weight, eps)
 
 
 def _norm_weight(module: Any, config: Any) -> tuple[torch.Tensor, bool]:
@@ -674,6 +707,21 @@ def _norm_weight(module: Any, config: Any) -> tuple[torch.Tensor, bool]:
     if config.model_type.startswith("gemma"):
         return module.weight.float() + 1, True
     return module.weight, False
+
+
+class _PlainRmsNorm:
+    """Of few rows on a CPU in one call, where torch makes ten."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight, self._eps = weight.detach(), eps
+        self._numbers = self._weight.numpy() if _is_float_on_cpu(weight) else None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._numbers is None or len(rows) > MOST_ROWS:
+            return torch.rms_norm(rows, self._weight.shape, self._weight, self._eps)
+        made = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        decode_step.rms_norm(rows.contiguous().numpy(), self._numbers, made.numpy(), self._eps)
+        return made
 
 
 class _RmsNorm:
