@@ -48,6 +48,9 @@ WHITESPACE = r"(\r?\n[ \t]{0,60}| ?)"
 with line ends."""
 MOST_ITEMS, MOST_STATES, MOST_SYMBOLS = 1_000, 50_000, 200_000
 """Limits of llguidance for one grammar; a state of its lexer takes 1 to 2 KB."""
+MOST_STEP_ITEMS = 5_000
+"""Limit of the items for one mask, a tenth of llguidance's own: an ambiguous grammar took 310 ms for a mask,
+for which all sequences of the worker waited, and takes 50 now. Schemas within MOST_ITEMS stay below it."""
 
 
 class CompiledGrammar:
@@ -208,6 +211,7 @@ class Grammars:
             self._tokenizer = LLTokenizer(self._path.read_text(), n_vocab=self._vocab, eos_token=self._ends)
         limits = LLParserLimits(
             max_items_in_row=MOST_ITEMS,
+            step_max_items=MOST_STEP_ITEMS,
             max_lexer_states=MOST_STATES,
             max_grammar_size=MOST_SYMBOLS,
             verbose_errors=False,

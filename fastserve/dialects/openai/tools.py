@@ -68,6 +68,9 @@ EXPECTED: dict[str, Any] = {"description": "", "parameters": {"type": "object", 
 MOST_IMPLIED_BYTES = 12 << 10
 """Bytes of the tools of a request up to which they are strict without saying so: their grammar is then short
 enough to be followed."""
+MOST_IMPLIED_OBJECTS = 100
+"""Objects in the JSON of such a tool's schema: one of many alternatives, or of many properties that may be
+left out, exceeds limits of llguidance while an answer is written, the worst one with 142."""
 BOUNDS_OF_NUMBERS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 MOST_BOUND, LEAST_BOUND = 1e15, 1e-6
 """Bounds of numbers beyond these become regular expressions that llguidance may refuse."""
@@ -246,7 +249,7 @@ def _read_use(tools: bytes, wanted: ChoiceWord | ToolName, parallel: bool, place
     if places.strict and len(tools) <= MOST_IMPLIED_BYTES:
         for function in functions:
             if function.strict is None:
-                function.strict = can_hold(_schema_of(function))
+                function.strict = _is_narrow(function) and can_hold(_schema_of(function))
     shown = read_typed(_PLAIN, tools)
     for tool in shown:
         _complete(tool["function"])
@@ -312,6 +315,11 @@ def _read_parameters(function: ToolFunction, place: str) -> dict[str, Raw]:
     found = read_typed(_SCHEMA, bytes(raw))
     check(bytes(found.get("type", OBJECT)) == b'"object"', f"{place}.type", "must be object")
     return found
+
+
+def _is_narrow(function: ToolFunction) -> bool:
+    raw = function.parameters
+    return isinstance(raw, UnsetType) or bytes(raw).count(b"{") <= MOST_IMPLIED_OBJECTS
 
 
 def _schema_of(function: ToolFunction) -> dict[str, Any]:

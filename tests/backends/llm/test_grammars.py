@@ -176,14 +176,27 @@ def test_a_grammar_that_cannot_be_used(engine: BatchEngine, kind: GrammarKind, t
     assert heard.ended[1] == Finish.LENGTH
 
 
-def test_a_grammar_that_grows_beyond_its_limits(engine: BatchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["MOST_ITEMS", "MOST_STEP_ITEMS"])
+def test_a_grammar_that_grows_beyond_its_limits(
+    engine: BatchEngine, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     """It fails its own sequence, with the reason, and no other."""
-    monkeypatch.setattr(module, "MOST_ITEMS", 3)
+    monkeypatch.setattr(module, limit, 3)
     wide = schema({"anyOf": [{"type": "array", "items": {"const": n}} for n in range(50)]})
     heard = run(engine, [ask(0, PROMPT, grammar=wide), ask(1, PROMPT, max_new_tokens=2)])
     (extra,) = heard.extras[0]
     assert heard.ended == {0: Finish.FAILED, 1: Finish.LENGTH}
     assert "grammar" in extra.message
+
+
+def test_an_ambiguous_grammar_ends_before_its_masks_take_long(engine: BatchEngine) -> None:
+    """By the count of what a mask looks at, not by the clock; llguidance's own limit let it go on."""
+    grammar = Grammar("lark", 'start: s "☃"\ns: s s s | s s | /[a-z ]/ | ""')
+    asked = ask(0, PROMPT, grammar=grammar, max_new_tokens=20, do_sample=True, seed=0)
+    heard = run(engine, [asked, ask(1, PROMPT, max_new_tokens=20)])
+    assert heard.ended[0] == Finish.FAILED
+    assert heard.ended[1] != Finish.FAILED
+    assert "Too many items" in heard.extras[0][-1].message
 
 
 class Gate:

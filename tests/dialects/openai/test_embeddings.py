@@ -22,6 +22,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
+from fastserve.dialects.text_common.event_streams import RequestTimeout
 from fastserve.engine.engine import scheduler_of
 from fastserve.settings import TextgenOptions
 from tests.backends.llm.folders import save_model
@@ -43,7 +44,7 @@ class Model:
     def embed(self, requests):
         for request in requests:
             if request.text or len(request.ids) == 5:
-                time.sleep(0.5)
+                time.sleep(3 if 7 in request.ids else 0.5)
         return [[len(request.ids), request.priority, 0.1] for request in requests]
 """
 BOTH = """
@@ -255,6 +256,23 @@ def test_a_client_that_leaves_and_one_whose_time_is_up(server: Hosted) -> None:
     assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
     assert time.monotonic() - begun < 100
     server.settle()
+
+
+def test_a_text_that_runs_when_its_time_is_up(server: Hosted) -> None:
+    """It takes three seconds, and is not waited for."""
+    asked = {"model": "counts", "input": [7, 1, 2, 3, 4], "timeout": 1}
+    reply = server.post("/v1/embeddings", asked)
+    assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
+    assert "client timeout" in reply.json["error"]["message"]
+
+
+def test_the_engine_may_notice_first(server: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops what waits, and the client is told of its own time all the same."""
+    monkeypatch.setattr(RequestTimeout, "__enter__", lambda timeout: timeout)
+    monkeypatch.setattr(RequestTimeout, "__exit__", lambda *_: None)
+    reply = server.post("/v1/embeddings", {"model": "counts", "input": [[1, 2, 3, 4, 5]] * 40, "timeout": 1})
+    assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
+    assert "client timeout" in reply.json["error"]["message"]
 
 
 def _until_waiting(server: Hosted) -> None:

@@ -20,7 +20,7 @@ from tests.app.apps import RunningApp, write_app
 from tests.dialects.text_common.serving import Hosted, Reply
 
 SOURCE = """
-import os, signal
+import os, signal, time
 import numpy as np
 
 class Model:
@@ -34,6 +34,8 @@ class Model:
             os.kill(os.getpid(), signal.SIGKILL)
         if any("RAISE" in text for column in columns for text in column):
             raise ValueError("this text is not scored")
+        if any("SLOW" in text for column in columns for text in column):
+            time.sleep(3)
         return {name: make(self, columns) for name, make in MAKERS.items() if name in self.outputs}
 
 
@@ -274,6 +276,14 @@ def test_a_model_that_fails_or_dies_says_so(server: Hosted) -> None:
     dead = rerank(server, documents=["KILL"])
     assert dead.status == 503, dead
     assert rerank(server).status == 200  # of the next worker
+
+
+@pytest.mark.parametrize(("path", "model"), [("/v1/rerank", "pairs"), ("/v1/classify", "classes")])
+def test_time_that_is_up(server: Hosted, path: str, model: str) -> None:
+    """By the body's `timeout`: the text is computed for longer than that."""
+    asked = {"model": model, "query": QUERY, "documents": ["SLOW"], "input": "SLOW", "timeout": 1}
+    refused(server.post(path, asked), None, "time", 504)
+    assert server.post(path, {**asked, "documents": ["a"], "input": "a", "timeout": 60}).status == 200
 
 
 @pytest.mark.parametrize("clients", [4, 64])

@@ -14,11 +14,13 @@ import jsonschema
 import msgspec
 import pytest
 
+from fastserve.backends.llm import grammars
 from fastserve.demo import demo_repository
 from fastserve.dialects.openai.call_parsers import HERMES, LLAMA3, CallFormat, CallParser
 from fastserve.dialects.openai.responses import PLACES
 from fastserve.dialects.openai.tools import (
     MOST_IMPLIED_BYTES,
+    MOST_IMPLIED_OBJECTS,
     ToolFunction,
     ToolUse,
     can_hold,
@@ -553,6 +555,46 @@ def test_schemas_that_are_held_without_saying_so(tmp_path: Path) -> None:
         assert takes(ToolUse([], [function]), "So."), each
     assert takes(ToolUse([], functions), "So.")
     assert not [each for each in NOT_HELD if can_hold({"type": "object", **each})]
+
+
+def test_the_widest_tools_that_are_held_without_saying_so(tmp_path: Path) -> None:
+    """Stay within the worker's limits while an answer is written."""
+    numpy = pytest.importorskip("numpy")
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    file = demo_repository() / "scribe/1/tokenizer.json"
+    tokenizer, reader = FolderTokenizer(file, "m1"), LLTokenizer(file.read_text())
+    limits = LLParserLimits(
+        max_items_in_row=grammars.MOST_ITEMS,
+        step_max_items=grammars.MOST_STEP_ITEMS,
+        max_lexer_states=grammars.MOST_STATES,
+        max_grammar_size=grammars.MOST_SYMBOLS,
+    )
+    objects = [{"type": "object", "title": str(i)} for i in range(MOST_IMPLIED_OBJECTS - 3)]
+    lists = [{"type": "array", "items": {"const": i}} for i in range(MOST_IMPLIED_OBJECTS // 2 - 2)]
+    many = {f"p{i}": {"type": "string"} for i in range(MOST_IMPLIED_OBJECTS - 2)}
+    mask = numpy.zeros(3072 // 32, numpy.int32)
+    for properties, text in (
+        ({"a": {"anyOf": objects}}, '"a": '),
+        ({"a": {"anyOf": lists}}, '"a": ['),
+        (many, '"p'),
+    ):
+        tools = [tool("f", {"properties": properties})]
+        use = read_tools(msgspec.Raw(json.dumps(tools).encode()), msgspec.UNSET, parallel=True, places=PLACES)
+        assert use is not None
+        grammar = write_grammar(use, HERMES, (), None, True)
+        matcher = LLMatcher(reader, grammar, log_level=0, limits=limits)
+        said = '<tool_call>\n{"name": "f", "arguments": {' + text
+        for token in tokenizer.encode(said, special=False):
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            assert matcher.consume_token(token), matcher.get_error()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        assert not matcher.is_error(), matcher.get_error()
+        tools[0]["function"]["parameters"]["properties"] = {"z": {"anyOf": [{}] * MOST_IMPLIED_OBJECTS}}
+        wider = msgspec.Raw(json.dumps(tools).encode())
+        use = read_tools(wider, msgspec.UNSET, parallel=True, places=PLACES)
+        assert use is not None
+        assert not use.functions[0].strict
 
 
 @pytest.mark.parametrize("count", [1, 16, 128])
