@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,17 +265,25 @@ def test_the_page_of_limits_says_what_a_template_may_use_up() -> None:
 
 
 def test_the_loop_turns_while_a_template_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MOST_S", 0.5)
+    """The template's time is up when the loop has turned, and not before: its turns would take seconds."""
+    monkeypatch.setattr(sandbox, "MOST_TURNS", 2_000_000)
+    now, looked = [0.0], threading.Event()
+
+    def look() -> float:
+        found = now[0]
+        looked.set()
+        return found
+
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=look))
     endless = "{% for i in range(90000) %}{% for i in range(90000) %}{% endfor %}{% endfor %}"
     chat = ChatTemplate(folder_of(tmp_path, endless), "m")
 
-    async def work() -> int:
-        task, turns = asyncio.ensure_future(chat.render(TALK, None, True, {})), 0
-        while not task.done():
-            await asyncio.sleep(0.01)
-            turns += 1
-        with pytest.raises(ServeError):
-            task.result()
-        return turns
+    async def work() -> None:
+        task = asyncio.ensure_future(chat.render(TALK, None, True, {}))
+        while not looked.is_set():  # it has begun
+            await asyncio.sleep(0.001)
+        now[0] = 2 * sandbox.MOST_S
+        with pytest.raises(ServeError, match="it took longer than"):
+            await task
 
-    assert asyncio.run(work()) > 2  # one, when it is kept from turning
+    asyncio.run(work())
