@@ -16,6 +16,7 @@ from tests.running import Running
 from tests.text_rig import copy_small
 
 openai, pydantic, huggingface_hub = Late("openai"), Late("pydantic"), Late("huggingface_hub")
+text_generation = Late("text_generation")
 USER: Any = [{"role": "user", "content": "hi"}]
 PERSON = {
     "type": "object",
@@ -154,6 +155,9 @@ def test_tgis_grammar(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert re.fullmatch("[0-9]{9}", "".join(pieces).removesuffix("<|endoftext|>"))
     huggingface_hub.utils.close_session()
+    grammar = text_generation.types.Grammar(type="regex", value="a{3}b")
+    client = text_generation.Client(server.url, timeout=60)
+    assert client.generate("hi", grammar=grammar, max_new_tokens=30).generated_text == "aaab"
 
 
 def test_responses_and_messages(server: Served) -> None:

@@ -69,3 +69,18 @@ def test_a_conversation_with_tools(chat: Any, visit: Any) -> None:
     words = chat.bind_tools([visit]).invoke(said, max_tokens=5)
     assert words.content
     assert words.tool_calls == []
+
+
+def test_by_the_responses_api(url: str, visit: Any) -> None:
+    """Words in a stream, a call that has to come, and a schema."""
+    from langchain_openai import ChatOpenAI
+
+    fields: dict[str, Any] = {"api_key": "none", "model": "scribe", "max_tokens": 300, "temperature": 0}
+    with httpx.Client() as client:
+        chat = ChatOpenAI(base_url=url, http_client=client, use_responses_api=True, **fields)
+        assert "".join(chunk.text for chunk in chat.stream("hi", max_tokens=5))
+        (call,) = (
+            chat.bind_tools([visit], tool_choice="any", parallel_tool_calls=False).invoke("hi").tool_calls
+        )
+        assert visit.model_validate(call["args"])
+        assert isinstance(chat.with_structured_output(visit, method="json_schema").invoke("hi"), visit)
