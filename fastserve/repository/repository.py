@@ -373,6 +373,8 @@ class Repository:
         problems = await self._apply_wanted(folders, eager=eager)
         for folder in folders:
             await residency.settle(folder)
+            if found := problems.get(folder.name):
+                residency.note_failure(folder, found)
         return problems
 
     def _lay_down(self, residency: Residency, folder: ModelFolder) -> None:

@@ -298,6 +298,13 @@ class Residency:
         asyncio.get_running_loop().call_later(wait_s, self._offer_again, folder)
         return error
 
+    def note_failure(self, folder: ModelFolder, problems: Sequence[str]) -> None:
+        """Answer requests with the reason of a load that none of them waited for, until its next try."""
+        model = self._catalog.models.get(folder.name)
+        if model is not None and not model.available() and folder.config is not None and not folder.error:
+            model.on_demand = True
+            self._fail(folder, "; ".join(problems))
+
     def _offer_again(self, folder: ModelFolder) -> None:
         """List a model whose back-off is over: clients that look before they ask would never ask again."""
         model = self._catalog.models.get(folder.name)

@@ -66,6 +66,9 @@ def explain_exit(returncode: int) -> str:
         return f"killed by signal {-returncode}"
 
 
+OUT_OF_MEMORY = ", while the kernel killed processes because memory ran out"
+
+
 def count_oom_kills() -> int:
     """How many processes the kernel has killed because memory ran out; 0 where it does not tell."""
     with contextlib.suppress(OSError, ValueError), open("/proc/vmstat", "rb") as file:
@@ -316,8 +319,9 @@ class WorkerProcess(Child):
 
     def _judge(self, status: int) -> str:
         killed = status == -signal.SIGKILL and not self._reason
-        self.killed_outside = killed and count_oom_kills() == self._oom_kills
-        return explain_exit(status)
+        starved = killed and count_oom_kills() != self._oom_kills
+        self.killed_outside = killed and not starved
+        return explain_exit(status) + (OUT_OF_MEMORY if starved else "")
 
     def _close(self) -> None:
         assert self._control is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from fastserve.server import Server
 from fastserve.server import server as server_module
 from fastserve.server.server import judge
 from fastserve.settings import Listener, Settings
+from fastserve.workers import process
 from tests.server.listeners.test_key_models import ANSWERED, WORDS, bodies, call, spoken
 from tests.server.rig import run, write_model
 
@@ -176,6 +178,48 @@ def test_a_load_that_fails_is_answered_in_each_api_s_form(tmp_path: Path) -> Non
                         told = await call(channel, path, message, {})
                         assert told.startswith("UNAVAILABLE"), told
                         assert "the weights are torn" in told
+
+    run(work())
+
+
+KILLED = """
+import os, pathlib, signal
+
+class Model:
+    def __init__(self, config):
+        with open(pathlib.Path(config["parameters"]["folder"], "born"), "a") as file:
+            file.write(".")
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.logs_errors
+def test_a_worker_that_the_kernel_kills_gives_its_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = itertools.count()  # as if memory had run out meanwhile
+    monkeypatch.setattr(process, "count_oom_kills", lambda: next(kills))
+    write_model(tmp_path, "bad")
+    (tmp_path / "bad" / "1" / "model.py").write_text(KILLED)
+
+    async def work() -> None:
+        async with (
+            serving(tmp_path, load_retry_s=20.0, poll_s=3600.0) as server,
+            httpx.AsyncClient(timeout=60) as client,
+        ):
+            residency = server.repository.residency
+            assert residency is not None
+            for tries, due_s in ((1, 20), (1, 20), (2, 40)):
+                if tries > len((tmp_path / "born").read_text()):
+                    residency._failures["bad"].due_s = 0.0  # the time of its back-off is over
+                reply = await client.post(
+                    f"{root_of(server)}/v1/models/bad:predict", json={"instances": [[1, 2]]}
+                )
+                assert reply.status_code == 503
+                assert "killed by SIGKILL, while the kernel killed processes because memory ran" in reply.text
+                assert due_s - 19 < int(reply.headers["retry-after"]) <= due_s
+                assert (tmp_path / "born").read_text() == "." * tries
+                assert residency.used == 0
 
     run(work())
 
