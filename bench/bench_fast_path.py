@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from fastserve._ext import fast_path
+from fastserve.metrics.names import Traffic
+from fastserve.metrics.registry import Registry
 from fastserve.workers.arena import Arena, Geometry
 from tests.oracles import fast_path as oracle
 
@@ -24,10 +26,14 @@ def test_in_and_out(benchmark: Any, of: Any) -> None:
     arena = Arena.create(Geometry(8, ROWS, (16,), (16,), 0, 0, 1, 1, False))
     ring, worker = arena.ring(front=0), arena.ring(worker=0)
     names = ("wake_soon", "watch", "settle", "failure", "undelivered", "cancel")
-    queue = type("Queue", (of.TicketTable,), dict.fromkeys(names, nothing))(ring, 8)
+    queue = type("Queue", (of.TicketTable,), dict.fromkeys(names, nothing))(ring, 8, SimpleNamespace(record=nothing))
     queue.room = SimpleNamespace(anyone=False)
+    registry = Registry()
+    traffic = Traffic(registry, "v2", ["m"])
+    metrics = *traffic.succeeded("m", 1), *traffic.stages("m", 1)
+    registry.close()
     path = type("Path", (of.Lifecycle,), {"respond": nothing, "refuse": nothing})(
-        queue, ValueError, (nothing, nothing, nothing, nothing), None, {}, False
+        queue, ValueError, metrics, None, {}, False
     )
     columns = fast_path.Columns(ring, [0])
     prepared = SimpleNamespace(

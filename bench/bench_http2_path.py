@@ -7,7 +7,7 @@ from typing import Any
 
 from fastserve._ext.hpack import static_block
 from fastserve._ext.http2_frames import DATA, HEADERS, SETTINGS, WINDOW_UPDATE, frame
-from fastserve.net.access_control import Opening
+from fastserve.net.access_control import Opening, Scope
 from fastserve.net.grpc.calls import GrpcCalls
 from fastserve.net.grpc.method import Method, RpcTerms
 from fastserve.net.request import Call
@@ -30,7 +30,7 @@ def test_a_call(benchmark: Any) -> None:
         taken.append(call)
         return True
 
-    method = Method(PATH, bytes, never, bytes, start=start)
+    method = Method(PATH, bytes, never, bytes, scope=Scope.INFER, start=start)
     calls = GrpcCalls({PATH: method}, RpcTerms(1 << 20, Limits(), None, Opening()), 0)
     pipe = Pipe({}, services=[calls])
     pipe.feed(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4, "big")))
