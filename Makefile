@@ -153,10 +153,11 @@ bench: build torch
 # For any system with glibc 2.28 (RHEL 8, Debian 10, Ubuntu 20.04) or newer: auditwheel refuses what is not.
 # Files of an earlier build that the tree no longer has would travel in the wheel.
 wheel: build
-	rm -rf build/wheel build/portable/lib*/fastserve
+	rm -rf build/wheel
+	find build/portable -path '*/fastserve/*' -type f ! -name '*.so' ! -name '*.o' -delete 2>/dev/null || true
 	FASTSERVE_PORTABLE=1 $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps \
 		-w build/wheel .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) -w dist build/wheel/fastserve-*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -z 9 --plat manylinux_2_28_$$(uname -m) -w dist build/wheel/fastserve-*.whl
 	$(BIN)/python tools/check_wheel.py dist
 
 sdist: $(RUNTIME)

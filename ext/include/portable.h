@@ -1,5 +1,5 @@
 /* Read before everything else in the modules of a wheel (FASTSERVE_PORTABLE=1): a wheel that is built on a new
- * system asks for nothing that one with glibc 2.28 does not have. The C++ library is linked into the modules. */
+ * system asks for nothing that one with glibc 2.28 does not have. setup.py says which C++ library they take. */
 #pragma once
 
 /* The functions that glibc 2.29 has again without their old error handling: the results are the same. */
@@ -33,4 +33,10 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.17");
 /* Of glibc 2.32, and read by the C++ library alone: 0 has it count references atomically. */
 extern "C" {
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
+
+/* Of GCC 11's C++ library: called for an array of a length that no memory has. */
+#include <bits/functexcept.h>
+namespace std {
+inline void __throw_bad_array_new_length() { __throw_bad_alloc(); }
 }
