@@ -26,7 +26,9 @@ def test_in_and_out(benchmark: Any, of: Any) -> None:
     arena = Arena.create(Geometry(8, ROWS, (16,), (16,), 0, 0, 1, 1, False))
     ring, worker = arena.ring(front=0), arena.ring(worker=0)
     names = ("wake_soon", "watch", "settle", "failure", "undelivered", "cancel")
-    queue = type("Queue", (of.TicketTable,), dict.fromkeys(names, nothing))(ring, 8, SimpleNamespace(record=nothing))
+    queue = type("Queue", (of.TicketTable,), dict.fromkeys(names, nothing))(
+        ring, 8, SimpleNamespace(record=nothing)
+    )
     queue.room = SimpleNamespace(anyone=False)
     registry = Registry()
     traffic = Traffic(registry, "v2", ["m"])

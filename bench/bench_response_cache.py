@@ -8,12 +8,12 @@ from itertools import count
 
 import pytest
 
-from fastserve._ext.response_cache import Counts, ResponseCache
+from fastserve._ext.response_cache import COUNTS_BYTES, Counts, ResponseCache
 
 HEAD, OUTPUTS = b"h" * 80, [memoryview(bytes(range(64)))] * 2
 INPUTS = [memoryview(bytearray(64)), memoryview(bytes(64))]
 NUMBERS = count()
-CACHE, COUNTS = ResponseCache(1 << 20), Counts(lambda ns, others, *, hit: None)
+CACHE, COUNTS = ResponseCache(1 << 20), Counts(lambda ns, others, *, hit: None, bytearray(COUNTS_BYTES))
 PLAIN: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
 
 
