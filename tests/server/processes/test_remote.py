@@ -25,7 +25,7 @@ from tests.server.rig import HOLD, KILL_ONCE, Served, release, run, seen, servin
 from tests.warm import with_torch
 from tests.workers.remote.rig import CableLink, Machine, machine
 
-BEAT_S = 0.2
+BEAT_S = 0.6  # three are a busy machine's pause; a worker that is stopped is given up after them
 LOST_S = 30.0  # for answers after a worker is lost: far below what TCP itself would wait
 
 
