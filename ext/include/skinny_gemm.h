@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define SKINNY_GEMM 1
 #include <immintrin.h>
 #include "omp_threads.h"
@@ -73,8 +73,8 @@ SKINNY_INLINE Lanes zeros() { return _mm512_setzero_ps(); }
 SKINNY_INLINE Lanes load(const float* from) { return _mm512_loadu_ps(from); }
 SKINNY_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes sum) { return _mm512_fmadd_ps(a, b, sum); }
 SKINNY_INLINE float add_up(Lanes given) {
-    const __m256 lower = __builtin_shufflevector(given, given, 0, 1, 2, 3, 4, 5, 6, 7);
-    return narrow::add_up(_mm256_add_ps(lower, __builtin_shufflevector(given, given, 8, 9, 10, 11, 12, 13, 14, 15)));
+    const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(given), 1));
+    return narrow::add_up(_mm256_add_ps(_mm512_castps512_ps256(given), upper));
 }
 #include "skinny_tile.h"
 }  // namespace wide
