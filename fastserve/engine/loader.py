@@ -568,9 +568,10 @@ class VersionLoader:
         return hosted
 
     async def _close_all(self, version: Version, parts: list[LoadedPart]) -> None:
-        """Close all parts concurrently: each hanging instance is waited for, and a stop has a time limit."""
+        """Close all parts concurrently: each hanging instance is waited for, and a stop has a time limit. A
+        server that stops cancels the caller: the parts are closed all the same, nobody else has them."""
         held = [one for one in parts if self.hosted.pop(_key(version, one.part), None) is not None]
-        await asyncio.gather(*(self._close(hosted) for hosted in held))
+        await outlast(asyncio.gather(*(self._close(hosted) for hosted in held)))
 
     async def _close(self, hosted: LoadedPart) -> None:
         hosted.maintenance.close()

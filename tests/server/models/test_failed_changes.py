@@ -14,6 +14,7 @@ from fastserve.cli.client import models
 from fastserve.protos import load
 from fastserve.settings import Listener
 from fastserve.workers import liveness
+from fastserve.workers.group import WorkerGroup
 from tests import proc
 from tests.repository.folders import replace
 from tests.server.processes.test_fronts import connect_to_each
@@ -82,6 +83,37 @@ def test_every_page_says_what_failed_and_since_when(tmp_path: Path, what: str, f
                 await asyncio.sleep(0.01)
             assert b"model_load_failed_since" not in (await client.get("/metrics"))[1]
             assert "failed" not in await command(served)
+
+    run(work())
+
+
+def test_a_server_that_stops_ends_the_unload_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version left the loader's list when its unload began: only this unload can close its memory."""
+    write_model(tmp_path)
+
+    async def work() -> None:
+        stopping, released, stop = asyncio.Event(), asyncio.Event(), WorkerGroup.stop
+
+        async def stop_when_released(group: WorkerGroup, grace_s: float) -> None:
+            stopping.set()
+            await released.wait()
+            await stop(group, grace_s)
+
+        async with serving(tmp_path) as served:
+            host = served.server.host
+            (hosted,) = host.hosted.values()
+            monkeypatch.setattr(WorkerGroup, "stop", stop_when_released)
+            unload = asyncio.create_task(host.unload(hosted.version))
+            await stopping.wait()
+            unload.cancel()
+            await asyncio.wait({unload}, timeout=0.01)
+            released.set()
+            with pytest.raises(asyncio.CancelledError):
+                await unload
+            assert hosted.group.pids == [0]
+            assert hosted.arena.memory_fd == -1
 
     run(work())
 
