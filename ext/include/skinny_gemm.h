@@ -73,8 +73,10 @@ SKINNY_INLINE Lanes zeros() { return _mm512_setzero_ps(); }
 SKINNY_INLINE Lanes load(const float* from) { return _mm512_loadu_ps(from); }
 SKINNY_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes sum) { return _mm512_fmadd_ps(a, b, sum); }
 SKINNY_INLINE float add_up(Lanes given) {
-    const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(given), 1));
-    return narrow::add_up(_mm256_add_ps(_mm512_castps512_ps256(given), upper));
+    // The plain intrinsics warn of GCC 12's own undefined operand; vector shuffles came with GCC 12.
+    const __m256d lower = _mm512_maskz_extractf64x4_pd(0xf, _mm512_castps_pd(given), 0);
+    const __m256d upper = _mm512_maskz_extractf64x4_pd(0xf, _mm512_castps_pd(given), 1);
+    return narrow::add_up(_mm256_add_ps(_mm256_castpd_ps(lower), _mm256_castpd_ps(upper)));
 }
 #include "skinny_tile.h"
 }  // namespace wide
