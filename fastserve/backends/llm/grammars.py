@@ -50,7 +50,8 @@ MOST_ITEMS, MOST_STATES, MOST_SYMBOLS = 1_000, 50_000, 200_000
 """Limits of llguidance for one grammar; a state of its lexer takes 1 to 2 KB."""
 MOST_STEP_ITEMS = 5_000
 """Limit of the items for one mask, a tenth of llguidance's own: an ambiguous grammar took 310 ms for a mask,
-for which all sequences of the worker waited, and takes 50 now. Schemas within MOST_ITEMS stay below it."""
+for which all sequences of the worker waited, and takes 50 now. A schema of 200 properties that may be left
+out stays below it; of 250 MOST_ITEMS refuses it as well."""
 
 
 class CompiledGrammar:
