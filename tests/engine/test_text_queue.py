@@ -555,14 +555,18 @@ def test_tokens_are_charged_to_their_account_as_they_come(tmp_path, monkeypatch)
             version = await at.load_code(COUNTING, text={"max_sequences": 1, "max_waiting": 8})
             team, other = Team("team", ShareBoard(0)), Team("other", ShareBoard(0))
             with working_for(team):
-                heard = at.ask(version, [7, 0, 0], max_new_tokens=400)
+                heard = at.ask(version, [7, 0, 0], max_new_tokens=10**6)
                 waits = at.ask(version, [1, 2], max_new_tokens=400)
             await heard.until(1)
             await until(lambda: sum(team.tokens) > 3)
             waits.run.cancel()
-            await heard.end()
-            assert sum(team.tokens) == 3 + 400
-            assert len(team.tokens) > 1
+            heard.run.cancel()
+            assert sum(team.tokens) == 3 + len(heard.ids)
+            whole = Team("whole", ShareBoard(0))
+            with working_for(whole):
+                await at.ask(version, [7, 0, 0], max_new_tokens=400).end()
+            assert sum(whole.tokens) == 3 + 400
+            assert len(whole.tokens) > 1
             with working_for(other):
                 left = at.ask(version, [9], max_new_tokens=10**6)
             await left.until(5)
