@@ -33,13 +33,13 @@ CLANG = any("clang" in word for word in check_compiler.compiler()[:1])  # it has
 
 CPP = "-std=c++20"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-# What -O3 does with loops besides -O2, for a twentieth of -O2's time.
+# Passes of -O3 over loops, which take a twentieth of -O2's time.
 LOOPS = [
     *("-fvect-cost-model=dynamic", "-fpeel-loops", "-funswitch-loops", "-fsplit-loops", "-fsplit-paths"),
     *("-fpredictive-commoning", "-fgcse-after-reload", "-ftree-partial-pre"),
 ]
-# What it inlines besides takes a third of the time again. These modules lose 4 to 17 percent of a benchmark
-# without it; the last four were not tried as they are now.
+# -O3 also inlines more, which takes a third of the time again. These modules lose 4 to 17 percent of a
+# benchmark without it; the last four were not tried as they are now.
 INLINED = {
     *("flatten", "forest", "infer_reply", "json_writer", "message_skeleton", "proto_wire", "proto_wire_v1"),
     *("request_template", "sampler", "tensor_proto", "text_tokens"),
@@ -64,7 +64,7 @@ CONVERTING = {
 }
 # Cython's own code for memory views is half of what a module with one is compiled from: all share it.
 SHARED_UTILITY = "fastserve._ext._cyutility"
-# What nearly all modules include, parsed once: half a second of each module's compilation.
+# Headers that nearly all modules include, parsed once: half a second of each module's compilation.
 STANDARD_HEADERS = (
     *("math.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"),
     *("atomic", "charconv", "cmath", "ios", "memory", "mutex", "new", "stdexcept", "string", "typeinfo"),
@@ -216,7 +216,7 @@ class BuildExt(build_ext):
         return bool(self.force or newer_group([*one.sources, *one.depends], self.get_ext_fullpath(one.name)))
 
     def precompile(self, command: list[str], header: Path, speed: tuple[str, ...]) -> None:
-        """For modules of the same optimisations: they are part of what is written."""
+        """Write a precompiled header, for modules of the same optimisations: these are part of it."""
         names = ("Python.h", *STANDARD_HEADERS)
         header.write_text("#define PY_SSIZE_T_CLEAN\n" + "".join(f"#include <{name}>\n" for name in names))
         paths = [f"-I{path}" for path in self.compiler.include_dirs]

@@ -37,6 +37,7 @@ ALLOWED = (
     Allowed("tests/backends/llm/test_families.py::test_a_gpu_says_the_same", GPU),
     Allowed("tests/backends/llm/test_folders.py::", NO_GPU),
     Allowed("tests/backends/frameworks/test_torch.py::test_a_device_that_is_not_there_says_why", NO_GPU),
+    Allowed("tests/ext/test_skinny_gemm.py::", "a CPU with AVX2: others take torch's products"),
     Allowed("tests/differential/", "a running Triton (make differential)"),
     Allowed("tests/net/http2/test_h2spec.py::", "h2spec, which no package index has (tools/build_h2spec.sh)"),
     Allowed("tests/net/test_transcripts.py::test_ipv6_and_dual_stack", "IPv6"),

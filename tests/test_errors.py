@@ -15,7 +15,7 @@ from fastserve.errors import Kind, ModelError, Reason, ServeError, pack_status, 
 
 PACKAGE = Path(fastserve.__file__).parent
 NAMES = ("fault", "error")
-# Of a text without one, no expression is an error's text. A tree takes five times as long as the search.
+# Sources without a match have no expression that is an error's text. Parsing them takes five times as long.
 MENTIONS = re.compile(rf"\b({'|'.join(NAMES)})\b\s*\.\s*message\b|\bstr\(\s*({'|'.join(NAMES)})\b")
 MATCHES = {"startswith", "endswith", "find", "index", "match", "fullmatch", "search"}
 # They compare a text with the one told before, so as not to tell it twice.

@@ -1,4 +1,4 @@
-// What a decoding step has between its products: norms of rows, and attention of one token for each sequence.
+// Norms of rows, and attention of one token for each sequence: a decoding step computes them between its products.
 //
 //   attend: keys and values of the new token -> cache, at its position
 //           scores of the query with the keys up to it -> softmax -> sum of the values

@@ -204,7 +204,7 @@ struct LeastValues {
 };
 static constexpr LeastValues LEAST;
 
-// Times 10**(whole - 16), and the sign. Four roundings and the digits behind the 16th are less than 2**17 units of the
+// The value is the digits times 10**(whole - 16), with the sign. Four roundings and the digits behind the 16th are less than 2**17 units of the
 // double: a float cannot see them unless the middle between two of them is as near.
 static inline bool read_plain(const uint8_t *at, uint32_t length, float *out)
 {

@@ -52,7 +52,7 @@ def test_a_product_is_numpys_and_that_of_each_row_alone(lanes: int, outputs: int
 
 
 def test_threads_are_those_of_torch_and_make_the_same_bits() -> None:
-    """In a process of its own, which counts its threads."""
+    """A process of its own counts its threads."""
     code = """
 import numpy as np, torch, os
 from fastserve._ext.skinny_gemm import SkinnyGemm, is_supported

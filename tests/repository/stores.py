@@ -16,6 +16,7 @@ import sys
 import tarfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
@@ -147,7 +148,7 @@ class Files:
             self._server.server_close()
 
 
-class Cloud:
+class Cloud(ABC):
     """A bucket of an emulator of Google Cloud Storage or Azure. Servers read it through `files`, where a
     test may answer in its place."""
 
@@ -162,8 +163,9 @@ class Cloud:
         self.uri = f"{self.scheme}://{BUCKET}/served"
         self.environment: dict[str, str] = {}
 
+    @abstractmethod
     def put(self, path: str, data: bytes) -> None:
-        raise NotImplementedError
+        """Write a file of the bucket's folder `served`."""
 
     def forward(self, handler: Any) -> bool:
         """Answer as the emulator does."""

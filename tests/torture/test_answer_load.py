@@ -196,7 +196,7 @@ def parts_at_near_ties(asked: str, told: Any) -> bool:
 
 
 def ask_to_repeat(rng: random.Random, number: int) -> Question:
-    """A greedy answer to a prompt that repeats itself, of which drafts are made."""
+    """A greedy answer to a prompt that repeats itself: drafts of it may be made."""
     prompt = f"In the {rng.randrange(9)} beginning. " * 6
     body = {"model": "scribe", "prompt": prompt, "max_tokens": 40, "temperature": 0, "logprobs": 2}
     return Question("/v1/completions", body, partial(parts_at_near_ties, json.dumps(body)))
@@ -291,6 +291,7 @@ CAPABILITIES = {
     "structured answers": Capability(ask_text, text={"runtime": "numpy"}),
     "text APIs": Capability(ask_apis, text={"runtime": "numpy"}),
     "drafts": Capability(ask_to_repeat, text={"runtime": "torch", "prompt_lookup_num_tokens": 8}),
+    "text by torch": Capability(ask_to_repeat, text={"runtime": "torch"}),
     "trees": Capability(ask_trees),
     "a sticky input": Capability(ask_as_a_user, {"sticky": {"input": "user"}}),
     "adapters of int8": Capability(ask_adapters, text={"runtime": "torch", "quantization": "int8"}),

@@ -710,7 +710,7 @@ def _norm_weight(module: Any, config: Any) -> tuple[torch.Tensor, bool]:
 
 
 class _PlainRmsNorm:
-    """Of few rows on a CPU in one call, where torch makes ten."""
+    """RMS norm. Few rows on a CPU are computed by one call of decode_step.pyx, where torch makes ten."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight, self._eps = weight.detach(), eps

@@ -201,7 +201,7 @@ def test_a_grammar_that_grows_beyond_its_limits(
 
 
 def test_an_ambiguous_grammar_ends_before_its_masks_take_long(engine: BatchEngine) -> None:
-    """By the count of what a mask looks at, not by the clock; llguidance's own limit let it go on."""
+    """A mask is ended by the count of its items, not by the clock; llguidance's own limit let it go on."""
     grammar = Grammar("lark", 'start: s "☃"\ns: s s s | s s | /[a-z ]/ | ""')
     asked = ask(0, PROMPT, grammar=grammar, max_new_tokens=20, do_sample=True, seed=0)
     heard = run(engine, [asked, ask(1, PROMPT, max_new_tokens=20)])

@@ -280,7 +280,7 @@ def test_a_model_that_fails_or_dies_says_so(server: Hosted) -> None:
 
 @pytest.mark.parametrize(("path", "model"), [("/v1/rerank", "pairs"), ("/v1/classify", "classes")])
 def test_time_that_is_up(server: Hosted, path: str, model: str) -> None:
-    """By the body's `timeout`: the text is computed for longer than that."""
+    """The body's `timeout` ends a request whose text is computed for longer."""
     asked = {"model": model, "query": QUERY, "documents": ["SLOW"], "input": "SLOW", "timeout": 1}
     refused(server.post(path, asked), None, "time", 504)
     assert server.post(path, {**asked, "documents": ["a"], "input": "a", "timeout": 60}).status == 200

@@ -480,7 +480,7 @@ def test_a_response_says_which_tools_are_strict(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(("sent", "held"), [(sent, held) for sent, held, _ in IMPLIED])
 def test_a_tool_of_a_response_is_held_unless_it_says_otherwise(tmp_path: Path, sent: Any, held: bool) -> None:
-    """Beside a tool that is strict, so that there is a grammar; tools of a chat are free without `strict`."""
+    """Another tool is strict, so that there is a grammar; tools of a chat are free without `strict`."""
     takes = judge(tmp_path, HERMES, ["<tool_call>", "</tool_call>"])
     given = {key: value for key, value in sent.items() if value != ...}
     tools = [tool("count", given.pop("parameters"), **given), tool("other", COUNT, strict=True)]

@@ -305,7 +305,7 @@ def change_something(catalog: Catalog, draw: random.Random) -> None:
 
 
 def shown(catalog: Catalog) -> dict[str, Any]:
-    """What a catalog's message says, without the owner's ids."""
+    """Return the models of a catalog's message, without the owner's ids."""
     models = catalog_message(catalog)["models"]
     for model in models.values():
         model["versions"] = [[row[0], *row[2:]] for row in model["versions"]]
