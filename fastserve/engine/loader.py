@@ -404,7 +404,7 @@ class VersionLoader:
         except BaseException:
             self._budget.give_back(claims)
             self.pinning.give_back(pins)
-            await _close_unopened(group, [arena for arena, _, _ in made])
+            await outlast(_close_unopened(group, [arena for arena, _, _ in made]))
             raise
         finally:
             self._starting.pop(version, None)

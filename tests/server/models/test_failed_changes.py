@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from fastserve.cli.client import models
+from fastserve.errors import Kind, ServeError
 from fastserve.protos import load
+from fastserve.repository.version import Version
 from fastserve.settings import Listener
 from fastserve.workers import liveness
 from fastserve.workers.group import WorkerGroup
@@ -22,6 +25,14 @@ from tests.server.processes.test_silent import BRISK
 from tests.server.rig import SOURCE, Client, Served, run, serving, write_model
 
 pytestmark = pytest.mark.logs_errors
+
+
+def arenas() -> list[str]:
+    """Return the descriptors of arenas that this process has."""
+    links = {fd: Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")}
+    return [fd for fd, link in links.items() if link.is_symlink() and "fastserve-arena" in os.readlink(link)]
+
+
 BROKEN = SOURCE + "\nraise ValueError('the weights are gone')\n"
 REASON = "the weights are gone"
 
@@ -87,11 +98,15 @@ def test_every_page_says_what_failed_and_since_when(tmp_path: Path, what: str, f
     run(work())
 
 
-def test_a_server_that_stops_ends_the_unload_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["unload", "failed load"])
+def test_a_server_that_stops_ends_the_cleanup_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The version left the loader's list when its unload began: only this unload can close its memory."""
+    """The loader's list has no such version, before or after: only this cleanup can close its memory."""
     write_model(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise ServeError(Kind.INTERNAL, "it cannot be opened")
 
     async def work() -> None:
         stopping, released, stop = asyncio.Event(), asyncio.Event(), WorkerGroup.stop
@@ -104,16 +119,25 @@ def test_a_server_that_stops_ends_the_unload_under_way(
         async with serving(tmp_path) as served:
             host = served.server.host
             (hosted,) = host.hosted.values()
+            served_before, version = set(arenas()), hosted.version
             monkeypatch.setattr(WorkerGroup, "stop", stop_when_released)
-            unload = asyncio.create_task(host.unload(hosted.version))
+            if what == "unload":
+                work = host.unload(version)
+            else:
+                monkeypatch.setattr(host, "_open", fail)
+                work = host.load(Version("twice", 1, version.folder, version.config))
+            cleanup = asyncio.create_task(work)
             await stopping.wait()
-            unload.cancel()
-            await asyncio.wait({unload}, timeout=0.01)
+            assert arenas()
+            cleanup.cancel()
+            await asyncio.wait({cleanup}, timeout=0.01)
             released.set()
             with pytest.raises(asyncio.CancelledError):
-                await unload
-            assert hosted.group.pids == [0]
-            assert hosted.arena.memory_fd == -1
+                await cleanup
+            if what == "unload":
+                assert hosted.arena.memory_fd == -1
+            else:
+                assert set(arenas()) == served_before
 
     run(work())
 
