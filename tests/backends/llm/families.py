@@ -155,3 +155,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("YoutuConfig", SIZE | _LATENT),
 }
 """Of each family its class of transformers', and its fields."""
+
+OFTEN = frozenset({
+    "gemma", "gemma3_text", "gpt_neox", "gpt_neox_sequential", "granite", "mixtral", "olmo2", "phi", "phi3",
+    "smollm3", "starcoder2",  # these have a forward that is written out
+    "cohere2", "exaone4", "glm4", "gpt_bigcode", "gpt_oss", "minimax_m2", "olmo3", "opt", "qwen3_moe",
+    "codegen", "deepseek_v3", "falcon_alibi", "gemma4_text", "gpt_neo", "gptj", "llama4_text", "mpt",
+})  # fmt: skip
+"""Families that `make test` tries; `make torture` tries all. Those that are not written out are one for each
+way in which they differ: windows, experts, shared heads, biases of positions, latent keys."""

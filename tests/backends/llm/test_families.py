@@ -18,7 +18,7 @@ from fastserve.backends.llm.protocols import Chunk, StepPlan
 from fastserve.backends.llm.torch_model import FusedModel, use_int8
 from fastserve.codec.generation import Finish
 from fastserve.errors import ConfigError
-from tests.backends.llm.families import FAMILIES
+from tests.backends.llm.families import FAMILIES, OFTEN
 from tests.backends.llm.folders import (
     CONFIGS,
     EOS,
@@ -102,10 +102,11 @@ def form_of(engine: TransformersBackend) -> str:
     return "ragged" if runner._fused is None else "written"
 
 
-@pytest.mark.parametrize(
-    ("count", "tokens"), [(3, 8), pytest.param(20, 64, marks=pytest.mark.torture)], ids=["few", "many"]
-)
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+FEW = [pytest.param(name, 3, 8, id=f"{name}-few") for name in sorted(OFTEN)]
+MANY = [pytest.param(name, 20, 64, id=f"{name}-many", marks=pytest.mark.torture) for name in sorted(FAMILIES)]
+
+
+@pytest.mark.parametrize(("name", "count", "tokens"), FEW + MANY)
 def test_every_family_is_generate(tmp_path: Path, name: str, count: int, tokens: int) -> None:
     """In company, and the last prompt alone, or each where there are many."""
     config = make_config(*FAMILIES[name])
