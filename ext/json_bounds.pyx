@@ -3,8 +3,11 @@
     check_json(body, Bounds(values=16384, numbers=16384, ...))   ->  the values, numbers and keys it has
 
 One pass without the GIL, and nothing is made. Raises JSONSyntaxError for text that is no JSON (RFC 8259: one value,
-nothing behind it), and JSONBoundError, which names the bound, for what is more than allowed. UTF-8 is not checked:
-the decoder does that.
+nothing behind it), and JSONBoundError, which names the bound, for what is more than allowed. UTF-8 is not checked.
+
+    find_not_utf8(body)                                  ->  the offset of the first byte that is no UTF-8, -1 for none
+
+A decoder checks the strings that it makes, and none that it skips or leaves as they are.
 
     write_plain(body, bounds)                            ->  the same document with \\u00e9 as UTF-8
 
@@ -29,6 +32,9 @@ cdef extern from "json_skip.h" nogil:
 cdef extern from "json_string.h" nogil:
     int32_t read_hex4(const uint8_t* at, const uint8_t* end)
     uint8_t* write_utf8(uint8_t* out, uint32_t point)
+
+cdef extern from "utf8.h" nogil:
+    const uint8_t* c_find_not_utf8 "find_not_utf8"(const uint8_t* at, const uint8_t* end)
 
 cdef str NOT_SINGULAR = "The document root must not be followed by other values."
 
@@ -139,6 +145,21 @@ def check_json(body not None, Bounds bounds not None):
         if walk.cursor.at != walk.cursor.end:
             raise JSONSyntaxError(NOT_SINGULAR, offset)
         return walk.values, walk.numbers, walk.keys
+    finally:
+        PyBuffer_Release(&view)
+
+
+def find_not_utf8(body not None):
+    """The offset of the first byte of `body` that is no UTF-8 (RFC 3629), -1 if all is."""
+    cdef Py_buffer view
+    cdef const uint8_t* start
+    cdef const uint8_t* found
+    PyObject_GetBuffer(body, &view, PyBUF_SIMPLE)
+    try:
+        start = <const uint8_t*>view.buf
+        with nogil:
+            found = c_find_not_utf8(start, start + view.len)
+        return -1 if found == start + view.len else found - start
     finally:
         PyBuffer_Release(&view)
 

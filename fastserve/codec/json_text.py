@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from fastserve._ext.json_bounds import Bounds, JSONBoundError, check_json, write_plain
+from fastserve._ext.json_bounds import Bounds, JSONBoundError, check_json, find_not_utf8, write_plain
 from fastserve._ext.json_value import JSONSyntaxError
 from fastserve.errors import Kind, ServeError
 
@@ -97,6 +97,8 @@ class FreeJSON(Generic[T]):
             data = data.encode("utf-8", "surrogatepass")
         bounds = bounds or self._bounds
         check(data, bounds)
+        if (at := find_not_utf8(data)) >= 0:  # msgspec checks no value of type Raw, and none that it skips
+            raise DocumentFault(JSONProblem.NOT_UTF8, f"not UTF-8, at byte {at}")
         if len(data) >= LARGE_BYTES:
             data = _make_plain(data, bounds)
         try:
@@ -106,8 +108,6 @@ class FreeJSON(Generic[T]):
             raise DocumentFault(
                 JSONProblem.TOO_DEEP, "objects and lists within each other, too many"
             ) from None
-        except UnicodeDecodeError:
-            raise DocumentFault(JSONProblem.NOT_UTF8, "not UTF-8") from None
         except msgspec.ValidationError as fault:
             raise DocumentFault(JSONProblem.MISTYPED, str(fault)) from None
         except (msgspec.DecodeError, ValueError) as fault:

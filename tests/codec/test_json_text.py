@@ -66,7 +66,8 @@ class Small(msgspec.Struct):
             "x",
         ),
         (b'{"count":-1}', JSONProblem.MISTYPED, "Expected `int` >= 0 - at `$.count`", ""),
-        (b'{"names":["\xff"]}', JSONProblem.NOT_UTF8, "not UTF-8", ""),
+        (b'{"names":["\xff"]}', JSONProblem.NOT_UTF8, "not UTF-8, at byte 11", ""),
+        (b'{"unknown":"\xc3\xa9\xc3"}', JSONProblem.NOT_UTF8, "not UTF-8, at byte 14", ""),
     ],
 )
 def test_free_json_says_what_is_wrong_and_where(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastserve._ext.json_bounds import Bounds, JSONBoundError, check_json, write_plain
+from fastserve._ext.json_bounds import Bounds, JSONBoundError, check_json, find_not_utf8, write_plain
 from fastserve._ext.json_value import JSONSyntaxError
 from tests.effort import examples
 from tests.ext.json_strategies import at_edge, broken, values
@@ -117,6 +117,43 @@ def test_json_bounds_name_the_bound_and_the_place(body: bytes, bounds: dict[str,
 def test_json_bounds_refuse_what_is_no_json(body: bytes) -> None:
     with pytest.raises(JSONSyntaxError):
         check_json(body, OPEN)
+
+
+@st.composite
+def nearly_utf8(draw: st.DrawFn) -> bytes:
+    """A text of all lengths of characters, cut short and with a few bytes replaced."""
+    body = bytearray("".join(draw(st.lists(st.sampled_from("aé\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff"), max_size=40))).encode())  # fmt: skip  # noqa: E501
+    for _ in range(draw(st.integers(0, 2)) if body else 0):
+        body[draw(st.integers(0, len(body) - 1))] = draw(st.sampled_from(EDGES) | st.integers(0, 255))
+    return bytes(body[: draw(st.integers(0, len(body)))])
+
+
+# Where RFC 3629 begins and ends what may stand at a place.
+EDGES = (0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xED, 0xEF, 0xF0, 0xF4, 0xF5)
+
+
+@examples(300)
+@given(nearly_utf8() | st.binary(max_size=12))
+def test_find_not_utf8_agrees_with_python(body: bytes) -> None:
+    try:
+        body.decode()
+        wanted = -1
+    except UnicodeDecodeError as fault:
+        wanted = fault.start
+    with at_edge(body) as view:
+        assert find_not_utf8(view) == wanted
+
+
+def test_find_not_utf8_agrees_with_python_on_every_first_two_bytes() -> None:
+    for first in range(0x80, 0x100):
+        for second in range(0x100):
+            body = bytes((first, second)) + b"\x80\x80"
+            try:
+                body[: 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2].decode()
+                refused = False
+            except UnicodeDecodeError:
+                refused = True
+            assert (find_not_utf8(body) == 0) is refused, body
 
 
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b'"",', b"1,", b'{"a":[1]},', b"true,"])

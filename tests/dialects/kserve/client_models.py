@@ -113,7 +113,8 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             sender = request.get_response_sender()
-            text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy().ravel()[0].decode()
+            text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy().ravel()[0]
+            text = text.decode(errors="replace")
             many = pb_utils.get_input_tensor_by_name(request, "stream")
             words = text.split() if many is not None and many.as_numpy().ravel()[0] else [text]
             for word in words:

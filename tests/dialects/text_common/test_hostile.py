@@ -155,6 +155,30 @@ def test_bodies_that_cost_nobody_else(at: Local, case: str) -> None:
     assert at.infer("a").json == {"generated_text": "xxxxxx"}
 
 
+CHAT = b'{"model": "m1", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, %b}'
+# Keys that are read later, as they stand, or never.
+LEFT = [
+    b'"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"title": "\xa2"}}}',
+    b'"guided_json": {"title": "\xa2"}',
+    b'"structured_outputs": {"json": {"title": "\xa2"}}',
+    b'"tools": [{"type": "function", "function": {"name": "f", "description": "\xa2"}}]',
+    b'"tool_choice": "\xa2"',
+    b'"functions": "\xa2"',
+    b'"unknown": ["\xa2"]',
+]
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_bodies_that_are_not_utf8_in_what_is_read_later(at: Local, left: bytes) -> None:
+    reply = at.post("/v1/chat/completions", CHAT % left)
+    assert (reply.status, reply.json["error"]["message"]) == (400, "The request body is not valid UTF-8.")
+
+
+def test_a_grammar_of_tgi_that_is_not_utf8(at: Local) -> None:
+    body = b'{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": {"title": "\xa2"}}}}'
+    assert at.post("/generate", body).status == 422
+
+
 def test_stop_strings_are_made_ready_once_for_all_candidates() -> None:
     stops = [f"{i:02d}" + "\u2603" * (MOST_STOP_CHARACTERS - 2) for i in range(4)]
     asked = {"model": "m1", "prompt": "a", "n": 128, "max_tokens": 2, "temperature": 1, "stop": stops}
