@@ -69,6 +69,7 @@ MOST_VALUES = 1 << 18
 MOST_CELLS = 1 << 20
 """Cells of a table in CSV, which are read by Python: up to a second."""
 CSV_ROWS, CSV_CELLS = 1024, 1 << 16  # that are text at a time
+PIECE = 1 << 14  # numbers
 _SIGNATURE = b"serving_default"
 _PROBES = dict.fromkeys(("GET", "HEAD"), Scope.HEALTH)
 INVOKE = HttpRoute("invocations", "/invocations", {"POST": Scope.INFER})
@@ -550,11 +551,19 @@ def _quoted(name: str) -> bytes:
 def _write_tensor(name: str, tensor: Tensor) -> bytes:
     dtype, data = tensor.dtype, tensor.data
     if dtype.name == "float32":  # MLflow prints the double that a float32 is
-        dtype, data = DTYPES["float64"], memoryview(array("d", memoryview(data).cast("B").cast("f")))
+        dtype, data = DTYPES["float64"], memoryview(_widen(memoryview(data).cast("B").cast("f")))
     try:
         return write_values(data, dtype.code, tensor.shape, MODE_SHORTEST)
     except WriterFault:
         raise internal(f"output {name!r} cannot be written as JSON") from None
+
+
+def _widen(numbers: memoryview[float]) -> array[float]:
+    """Return numbers of float32 as float64, made in pieces: of 5 million at once it holds the lock 0.2 s."""
+    wide = array("d")
+    for at in range(0, len(numbers), PIECE):
+        wide.extend(numbers[at : at + PIECE])
+    return wide
 
 
 def _write_rows(name: str, tensor: Tensor) -> Iterator[bytes]:

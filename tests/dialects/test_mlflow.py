@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,15 @@ def test_predictions_are_mlflows() -> None:
     assert written(["p", "kind"], named=True, by_row=True) == [
         {"p": 0.10000000149011612, "kind": "no"}, {"p": 1, "kind": 'ä"x'}
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 1, mlflow.PIECE - 1, mlflow.PIECE, 2 * mlflow.PIECE + 1])
+def test_predictions_of_many_float32_are_all_there(count: int) -> None:
+    rng = random.Random(count)
+    numbers = array("f", [rng.random() for _ in range(count)])
+    response = InferResponse({"y": Tensor(DTYPES["float32"], (count,), memoryview(numbers).cast("B"))})
+    written = write_predictions(response, ["y"], named=False, by_row=False)
+    assert json.loads(written) == {"predictions": numbers.tolist()}
 
 
 # ---- over HTTP
