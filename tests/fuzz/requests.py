@@ -20,11 +20,28 @@ from google.protobuf.descriptor import Descriptor
 from fastserve._ext.http2_frames import frame
 from tests.faults import shapes
 from tests.faults.costs import ENDLESS
-from tests.faults.flooding import BOTH, DATA, END_HEADERS, END_STREAM, GREETING, HEADERS, block, grpc_block
+from tests.faults.flooding import (
+    ACK,
+    BOTH,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GREETING,
+    HEADERS,
+    SETTINGS,
+    UPDATE,
+    block,
+    grpc_block,
+)
 from tests.faults.rig import request_bytes
 from tests.fuzz.mutator import mutations, read_corpus
+from tests.net.http2.kit import PREFACE
 
 ANSWER_S = 30.0
+# A client that has sent everything opens no window: what does not fit is given up a second later.
+_WINDOW = (1 << 24).to_bytes(4, "big")
+WIDE = PREFACE + frame(SETTINGS, 0, 0, b"\0\4" + _WINDOW) + frame(SETTINGS, ACK, 0, b"")
+WIDE += frame(UPDATE, 0, 0, _WINDOW)
 SMALL = 40  # bytes of a filling
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 RPCS = shapes.rpcs()
@@ -91,7 +108,7 @@ def http2_inputs(dialect: str, rng: random.Random, count: int) -> Iterator[Sent]
         whole += frame(DATA, END_STREAM, 1, b"")
         if number % 2:
             (whole,) = mutations([whole[:4000], *frames], "frames", rng, 1)
-        yield Sent(f"HTTP/2 {route.verb} {route.target}", GREETING + whole)
+        yield Sent(f"HTTP/2 {route.verb} {route.target}", WIDE + whole)
 
 
 def grpc_frames(rng: random.Random, count: int) -> Iterator[Sent]:
