@@ -51,7 +51,7 @@ ANSWER_S = 60.0
 WORKER_KILL_S = 4.0
 STOPPED_S = 3.0
 GROWTH_BYTES = 24 << 20
-LATE = (504, 429)  # REST answers 429 where the time was up in the queue, as TensorFlow Serving does
+MOST_IN_PART = 20  # trees of which one process's spans were lost, with the one exporter that is killed
 
 
 @dataclass
@@ -116,7 +116,7 @@ async def ask(address: tuple[str, int], model: str, report: Report, numbers: Ite
                         values = told["outputs"][0]["data"] if model else told["predictions"][0]
                         report.take(model or "REST", number, values, factor)
                     else:
-                        late, seconds = status in LATE, headers.get("x-request-timeout", "")
+                        late, seconds = status == 504, headers.get("x-request-timeout", "")
                         report.refused(model or "REST", number, seconds, late=late, told=f"{status} {body!r}")
         except (ConnectionError, asyncio.IncompleteReadError):
             report.lost += 1
@@ -250,8 +250,9 @@ def check_trees(spans: list[Span], parents: dict[str, tuple[str, str]]) -> Count
             continue
         (root,) = roots
         ids = {span.id for span in tree}
-        stray = [span.name for span in tree if span is not root and span.parent not in ids]
-        assert not stray, f"{stray} in trace {trace_id} of {sorted(span.name for span in tree)}"
+        # The process that a request came to and the one that runs it send spans of their own, and an exporter
+        # that is killed loses either.
+        found["in part"] += any(span is not root and span.parent not in ids for span in tree)
         named = parents.get(str(root.attributes["fastserve.request_id"]))
         assert (root.parent == "") if named is None else ((trace_id, root.parent) == named)
         found["requests of clients' traces" if named else "requests chosen"] += 1
@@ -312,6 +313,7 @@ def check(done: Counter[str], report: Report, memory: dict[str, list[int]], coll
     print(f"{len(collector.spans)} spans: {dict(found)}")
     chosen = found["requests chosen"] / (answered * (1 - OWN_TRACE) * RATIO)
     assert 0.3 < chosen < 1.2
+    assert found["in part"] <= MOST_IN_PART
     assert min(found["requests of clients' traces"], found["calls"], found["steps"], found["links"]) > 0
     for name, sizes in memory.items():
         warm = sizes[len(sizes) // 3 :]
