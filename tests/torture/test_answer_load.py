@@ -280,6 +280,8 @@ class Capability(NamedTuple):
     logs: bool = False
     text: dict[str, Any] = {}
     """The text section of scribe, if that is what is under load."""
+    growth_bytes: int = GROWTH_BYTES
+    """What a process may grow by after its first third of the load."""
 
 
 LOGGED = {"sample": 1.0, "max_bytes": LOG_BYTES}
@@ -288,7 +290,8 @@ CAPABILITIES = {
     "loose inputs": Capability(ask_loosely, {"loose_inputs": True}),
     "request log": Capability(ask_rows, {"request_log": LOGGED}, logs=True),
     "request log and cache": Capability(ask_rows, {"request_log": LOGGED, "cache": True}, logs=True),
-    "structured answers": Capability(ask_text, text={"runtime": "numpy"}),
+    # A worker keeps grammars that have been used: 64 MB in the first 25 s, none in the minute after that.
+    "structured answers": Capability(ask_text, text={"runtime": "numpy"}, growth_bytes=80 << 20),
     "text APIs": Capability(ask_apis, text={"runtime": "numpy"}),
     "drafts": Capability(ask_to_repeat, text={"runtime": "torch", "prompt_lookup_num_tokens": 8}),
     "text by torch": Capability(ask_to_repeat, text={"runtime": "torch"}),
@@ -463,7 +466,7 @@ def check(report: Report, capability: Capability, log: Path) -> None:
     for name, sizes in report.memory.items():
         warm = sizes[len(sizes) // 3 :]
         if len(warm) > 3:
-            assert warm[-1] - warm[0] < GROWTH_BYTES, (name, sizes)
+            assert warm[-1] - warm[0] < capability.growth_bytes, (name, sizes)
 
 
 def check_log(folder: Path, report: Report) -> None:
