@@ -50,6 +50,7 @@ RPCS = shapes.rpcs()
 FAULTS = {500, 502, 504}
 # Triton answers 500 to a document that it cannot read, and so does its API here. A fault is in the log.
 TRITONS = "/v2/"
+GRPS = "/grps/", "/customized"
 GRPS_HAS_NONE = b' not found.","status":"FAILURE"'
 TRITONS_SERVICE = "/inference.GRPCInferenceService/"  # INTERNAL, for models and regions that there are not
 TRITONS_CODE = grpc.StatusCode.INTERNAL
@@ -156,7 +157,7 @@ def converse(place: str, data: bytes) -> bytes:
 def _is_originals(sent: Sent, came: bytes) -> bool:
     """Whether the original answers 500 to this: Triton where it cannot read JSON, grps where it has no such
     model (spec)."""
-    return TRITONS in sent.name or ("/grps/" in sent.name and GRPS_HAS_NONE in came)
+    return TRITONS in sent.name or (GRPS_HAS_NONE in came and any(path in sent.name for path in GRPS))
 
 
 def http_fault(sent: Sent, came: bytes) -> str:
