@@ -144,6 +144,12 @@ def test_find_not_utf8_agrees_with_python(body: bytes) -> None:
         assert find_not_utf8(view) == wanted
 
 
+@pytest.mark.parametrize("place", range(33))
+def test_find_not_utf8_finds_a_byte_at_every_place_of_plain_text(place: int) -> None:
+    with at_edge(b"a" * place + b"\xff" + b"a" * (32 - place)) as view:
+        assert find_not_utf8(view) == place
+
+
 def test_find_not_utf8_agrees_with_python_on_every_first_two_bytes() -> None:
     for first in range(0x80, 0x100):
         for second in range(0x100):
