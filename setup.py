@@ -41,8 +41,8 @@ LOOPS = [
 # -O3 also inlines more, which takes a third of the time again. These modules lose 4 to 17 percent of a
 # benchmark without it; the last four were not tried as they are now.
 INLINED = {
-    *("flatten", "forest", "infer_reply", "json_writer", "message_skeleton", "proto_wire", "proto_wire_v1"),
-    *("request_template", "sampler", "tensor_proto", "text_tokens"),
+    *("flatten", "forest", "http2_frames", "infer_reply", "json_writer", "message_skeleton", "proto_wire"),
+    *("proto_wire_v1", "request_template", "sampler", "tensor_proto", "text_tokens"),
     *("decode_step", "infer_json", "json_reader", "skinny_gemm"),
 }
 # -g0 against the -g Python was built with: debug information is nine tenths of a module's size.
