@@ -51,7 +51,8 @@ ANSWER_S = 60.0
 WORKER_KILL_S = 4.0
 STOPPED_S = 3.0
 GROWTH_BYTES = 24 << 20
-MOST_IN_PART = 20  # trees of which one process's spans were lost, with the one exporter that is killed
+MOST_IN_PART, LOST_S = 20, 5.0
+"""Trees of which one process's spans were lost, and how near they end to what loses spans."""
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     parents: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The trace and span that a client named as the parent of a request, by its id."""
+    losses_ns: list[int] = field(default_factory=list)
+    """When what has spans was killed, or stopped and went on, as Unix time."""
 
     @property
     def over(self) -> bool:
@@ -189,12 +192,14 @@ async def disturb(served: Running, report: Report) -> Counter[str]:
             _, kind = plan.pop(0)
             pid = exporter_of(served) if kind.startswith("exporter") else random.choice(fronts_of(served))
             assert pid, kind
+            report.losses_ns.append(time.time_ns())
             if kind.endswith("killed"):
                 os.kill(pid, signal.SIGKILL)
             else:
                 proc.stop(pid)
                 await asyncio.sleep(min(STOPPED_S, SECONDS / 10))
                 os.kill(pid, signal.SIGCONT)
+                report.losses_ns.append(time.time_ns())
             done[kind] += 1
         found = workers_of(served) - set(fronts_of(served))
         if found:
@@ -226,8 +231,9 @@ async def watch_memory(served: Running, report: Report) -> dict[str, list[int]]:
     return {name: [size for size in sizes if size] for name, sizes in found.items()}
 
 
-def check_trees(spans: list[Span], parents: dict[str, tuple[str, str]]) -> Counter[str]:
-    """Every span is in its request's tree, and in no other's; returns how many of each kind."""
+def check_trees(spans: list[Span], parents: dict[str, tuple[str, str]], losses_ns: list[int]) -> Counter[str]:
+    """Every span is in its request's tree, and in no other's; returns how many of each kind. The process that
+    a request came to and the one that runs it send spans of their own, so a loss may leave a tree in part."""
     found: Counter[str] = Counter()
     by_id = {span.id: span for span in spans}
     assert len(by_id) == len(spans), "a span id that two spans have"
@@ -250,9 +256,12 @@ def check_trees(spans: list[Span], parents: dict[str, tuple[str, str]]) -> Count
             continue
         (root,) = roots
         ids = {span.id for span in tree}
-        # The process that a request came to and the one that runs it send spans of their own, and an exporter
-        # that is killed loses either.
-        found["in part"] += any(span is not root and span.parent not in ids for span in tree)
+        stray = [span.name for span in tree if span is not root and span.parent not in ids]
+        if stray:
+            ended_ns = max(span.end_ns for span in tree)
+            near = any(abs(ended_ns - lost_ns) < LOST_S * 1e9 for lost_ns in losses_ns)
+            assert near, f"{stray} in trace {trace_id} of {sorted(span.name for span in tree)}"
+            found["in part"] += 1
         named = parents.get(str(root.attributes["fastserve.request_id"]))
         assert (root.parent == "") if named is None else ((trace_id, root.parent) == named)
         found["requests of clients' traces" if named else "requests chosen"] += 1
@@ -309,7 +318,7 @@ def check(done: Counter[str], report: Report, memory: dict[str, list[int]], coll
     assert report.late > 0
     assert report.lost > 0
     assert {"exporter killed", "exporter stopped", "front killed", "worker killed"} == set(done)
-    found = check_trees(list(collector.spans), report.parents)
+    found = check_trees(list(collector.spans), report.parents, report.losses_ns)
     print(f"{len(collector.spans)} spans: {dict(found)}")
     chosen = found["requests chosen"] / (answered * (1 - OWN_TRACE) * RATIO)
     assert 0.3 < chosen < 1.2
