@@ -10,12 +10,16 @@ Dialect of JSON, reasons and offsets: TF Serving spec 2.1.
 
 from itertools import chain
 
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t, uint64_t
+from posix.time cimport nanosleep, timespec
 
 from json_cursor cimport *
+
+cdef extern from "Python.h":
+    void PyObject_GC_UnTrack(void* container)
 
 cdef extern from "json_reason.h":
     const char* json_reason(int fault)
@@ -26,8 +30,10 @@ cdef str NOT_SINGULAR = "The document root must not be followed by other values.
 cdef Py_ssize_t DEBUG_BYTES = 256
 
 cdef enum:
-    TURN = 4096                 # values after which others may run: 0.5 ms
-    CONTAINERS = 1 << 16        # lists and objects: what the collector looks at, and frees, in one go
+    TURN = 1 << 14              # values after which others may run: 2 ms
+    TURN_NS = 1000              # how long they may, at least: with the kernel's slack 60 us
+    LARGE_TEXT = 1 << 18        # bytes with escapes, 1 ms: others run meanwhile
+    CONTAINERS = 1 << 16        # lists and objects, which are freed in one go
 
 MOST_CONTAINERS = CONTAINERS
 
@@ -41,6 +47,7 @@ class JSONSyntaxError(ValueError):
         self.offset = offset
 
 
+@cython.no_gc
 cdef class Members:
     """A JSON object: its (name, value) pairs in document order, duplicates included."""
 
@@ -120,7 +127,7 @@ cdef object build_value(Cursor* c, int max_depth, int64_t left, bint as_shown, J
             give_turn()
         skip_space(c)
         first = peek(c)
-        value = Members() if first == c'{' else [] if first == c'[' else build_scalar(c, as_shown, fault)
+        value = new_members() if first == c'{' else untracked([]) if first == c'[' else build_scalar(c, as_shown, fault)
         if fault[0] != JSON_OK:
             return None
         if root is END:
@@ -148,10 +155,25 @@ cdef object build_value(Cursor* c, int max_depth, int64_t left, bint as_shown, J
             return root
 
 
+cdef inline object untracked(object container):
+    # Nothing of a document leads back to what contains it, so the collector need not look at it: for MOST_CONTAINERS
+    # objects of two members it took 40 ms, in which nobody else ran.
+    PyObject_GC_UnTrack(<void*>container)
+    return container
+
+
+cdef inline Members new_members():
+    cdef Members made = Members.__new__(Members)
+    made.pairs = untracked([])
+    return made
+
+
 cdef void give_turn() noexcept:
-    # A thread that waits for the GIL longer than the switch interval gets it here.
+    # A thread that waits for the GIL is woken when it is released, and needs longer than it takes to have it back:
+    # without a pause it would wait on, and would not ask for the GIL either, as it does after 5 ms without a release.
+    cdef timespec pause = timespec(0, TURN_NS)
     with nogil:
-        pass
+        nanosleep(&pause, NULL)
 
 
 cdef bint find_next_value(Cursor* c, list opened, JsonFault* fault):
@@ -173,7 +195,7 @@ cdef bint find_next_value(Cursor* c, list opened, JsonFault* fault):
 
 cdef void attach(object container, object value):
     if isinstance(container, Members):
-        (<Members>container).pairs.append(((<Members>container).pending, value))
+        (<Members>container).pairs.append(untracked(((<Members>container).pending, value)))
     else:
         (<list>container).append(value)
 
@@ -222,11 +244,19 @@ cdef class ShownFloat(float):
 
 
 cdef bytes bytes_of(Text* text):
+    cdef bytes room
+    cdef uint8_t* out
+    cdef Py_ssize_t size
     if not text.escaped:
         return PyBytes_FromStringAndSize(<const char*>text.start, text.end - text.start)
-    room = bytearray(text.end - text.start)
-    length = unescape_string(text.start, text.end, <uint8_t*>PyByteArray_AS_STRING(room))
-    return bytes(room[:length])
+    room = PyBytes_FromStringAndSize(NULL, text.end - text.start)
+    out = <uint8_t*>PyBytes_AS_STRING(room)
+    if text.end - text.start < LARGE_TEXT:
+        size = unescape_string(text.start, text.end, out)
+    else:
+        with nogil:
+            size = unescape_string(text.start, text.end, out)
+    return room[:size]
 
 
 # -- the way back, for error texts ---------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -225,8 +227,40 @@ def test_debug_text_stops() -> None:
 
 @pytest.mark.parametrize("value", [b"[]", b"{}", b"[1]"])
 def test_containers_are_bounded_however_many_values_there_may_be(value: bytes) -> None:
-    """The collector looks at each, and they are freed in one go."""
+    """They are freed in one go."""
     parse(b"[%b]" % b",".join([value] * (MOST_CONTAINERS - 1)))
     with pytest.raises(JSONSyntaxError, match="Too many values"):
         parse(b"[%b]" % b",".join([value] * MOST_CONTAINERS))
     parse(b"[%b]" % b",".join([b"1"] * 2 * MOST_CONTAINERS))
+
+
+def test_the_collector_looks_at_nothing_of_a_document() -> None:
+    root = parse(b'[{"a": [1], "b": {}}, []]')
+    assert isinstance(root, list)
+    inner = root[0]
+    assert isinstance(inner, Members)
+    tracked = [root, inner, inner.pairs, *inner.pairs, *inner, inner.get(b"a"), inner.get(b"b"), root[1]]
+    assert not any(map(gc.is_tracked, tracked))
+    (name, value), _ = inner.pairs
+    assert (name, value) == (b"a", [1])
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "body",
+    [b"[%b1]" % (b"1," * 3_000_000), b'"%b"' % (rb"\u00e9" * 8_000_000)],
+    ids=["numbers", "escapes"],
+)
+def test_others_run_while_a_thread_reads_a_large_document(body: bytes) -> None:
+    """A pause that is too short wakes who waits for the GIL, and gives it to nobody."""
+    ends: list[float] = []
+    reader = threading.Thread(target=lambda: ends.append((parse(body), time.monotonic())[1]))
+    reader.start()
+    began = last = time.monotonic()
+    longest = 0.0
+    while not ends:
+        time.sleep(0.0005)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    reader.join()
+    assert longest < (ends[0] - began) / 4
