@@ -9,6 +9,8 @@ are a third. Processes that are forked afterwards share all of it.
 
 A file's tests stay together, and so do, as far as that keeps everybody busy, the files of a folder, which
 share servers: a process goes on in its folder, then takes one where nobody is, then helps with what is left.
+Files whose tests mostly wait for time to pass (`pytestmark = pytest.mark.waits`) are for one process, which
+begins with them: the others have the processors meanwhile.
 `--forks 0`, or none, is pytest as it is. A process that dies fails the test that it ran, and what nobody ran
 fails the run.
 """
@@ -22,7 +24,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -43,17 +45,24 @@ AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 class Shares:
     """The files that nobody has taken yet, by folder."""
 
-    def __init__(self, nodeids: Sequence[str]) -> None:
+    def __init__(self, nodeids: Sequence[str], waiting: Collection[int] = ()) -> None:
+        """`waiting` are the positions of tests in files that mostly wait."""
         self._left: dict[str, list[Items]] = {}
+        self._waiting: list[Items] = []
         files = groupby(range(len(nodeids)), key=lambda at: nodeids[at].partition("::")[0])
         for file, positions in files:
             first, *more = positions
-            folder = file.rpartition("/")[0]
-            self._left.setdefault(folder, []).append(range(first, first + 1 + len(more)))
+            taken = range(first, first + 1 + len(more))
+            if first in waiting:
+                self._waiting.append(taken)
+            else:
+                self._left.setdefault(file.rpartition("/")[0], []).append(taken)
         self._folders: dict[int, str] = {}
 
     def take(self, process: int) -> Items | None:
         """The next file of a process; None when all are taken."""
+        if self._waiting and (process == 0 or not self._left):
+            return self._waiting.pop(0)
         folder = self._folders.get(process, "")
         if folder not in self._left:
             free = self._left.keys() - self._folders.values()
@@ -119,7 +128,8 @@ class Forks:
             return None  # pytest's own loop says so, as it does of --collect-only
         if config.option.collectonly or not session.items:
             return None
-        shares = Shares([item.nodeid for item in session.items])
+        waiting = {at for at, item in enumerate(session.items) if item.get_closest_marker("waits")}
+        shares = Shares([item.nodeid for item in session.items], waiting)
         lost: list[str] = []
         try:
             for number in range(self._count):

@@ -155,3 +155,25 @@ def test_a_folder_where_nobody_is_comes_first() -> None:
     shares = Shares([f"{folder}/test_{number}.py::test_it" for folder in "ab" for number in range(2)])
     assert [shares.take(0), shares.take(1)] == [range(1), range(2, 3)]
     assert [shares.take(0), shares.take(0), shares.take(1)] == [range(1, 2), range(3, 4), None]
+
+
+def test_files_that_wait_are_for_one_process() -> None:
+    """It begins with them; who has nothing else to do helps with them."""
+    nodeids = [f"{folder}/test_{number}.py::test_it" for folder in "ab" for number in range(3)]
+    shares = Shares(nodeids, waiting={1, 2, 4})
+    assert [shares.take(1), shares.take(0), shares.take(1)] == [range(1), range(1, 2), range(3, 4)]
+    assert [shares.take(1), shares.take(0), shares.take(0)] == [range(5, 6), range(2, 3), range(4, 5)]
+    assert shares.take(1) is None
+    shares = Shares(nodeids, waiting={5})
+    assert [shares.take(1) for _ in range(7)] == [*(range(at, at + 1) for at in range(6)), None]
+
+
+def test_a_marked_file_is_one_that_waits(tmp_path: Path) -> None:
+    source = (
+        "from pathlib import Path\ndef test_it(): Path(__file__).with_name('ran').open('a').write('{}')\n"
+    )
+    marked = "import pytest\npytestmark = pytest.mark.waits\n" + source.format("b")
+    write(tmp_path, test_a=source.format("a"), test_b=marked)
+    status, output = run(tmp_path, "--forks", "1")
+    assert status == 0, output
+    assert (tmp_path / "ran").read_text() == "ba"

@@ -17,6 +17,8 @@ from fastserve.workers import in_process
 from tests.app.apps import ColdApp, write_app
 from tests.running import until
 
+pytestmark = pytest.mark.waits
+
 APP = """
     import os
     import threading

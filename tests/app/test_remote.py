@@ -16,6 +16,8 @@ from fastserve.backends.script.declaration import declare, model
 from fastserve.errors import ConfigError
 from tests.app.apps import RunningApp, write_app
 
+pytestmark = pytest.mark.waits
+
 Number = fastserve.Array[np.float32]
 APP = """
     import asyncio

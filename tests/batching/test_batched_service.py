@@ -17,6 +17,8 @@ from fastserve import BatchedService, VectorTransformer
 from fastserve.errors import Kind, ModelError, ServeError
 from tests.batching import models
 
+pytestmark = pytest.mark.waits
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blog_experiment.py"
 
 

@@ -20,6 +20,8 @@ from fastserve.dialects.tfserving.service import NO_DIMENSIONS, OTHER_ROWS
 from fastserve.protos import load
 from tests.running import START_S, free_port, run_command, started, until
 
+pytestmark = pytest.mark.waits
+
 COMMAND = "tensorflow-model-server"
 CONFIG = """
 backend: python

@@ -20,6 +20,7 @@ from tests.server.rig import write_model
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/proxies"
 BODY = json.dumps({"instances": [[1.0, 0.5]]})
 REPLICA = 100.0
+PAUSE_S = 0.005  # of each client, between requests
 """What the second replica's model adds, so that answers tell who gave them."""
 
 
@@ -102,7 +103,7 @@ def test_a_rollout_behind_nginx_fails_no_request(folders: list[Path], tmp_path: 
     ports = [f"127.0.0.1:{free_port()}" for _ in folders]
 
     def client(number: int, place: str) -> None:
-        while not stop.is_set():
+        while not stop.wait(PAUSE_S):
             try:
                 answer = ask(place)
                 assert answer in (2.0, 2.0 + REPLICA)

@@ -24,6 +24,8 @@ from tests.dialects.text_common.serving import Hosted
 from tests.dialects.text_common.test_slow_readers import Dripping
 from tests.running import until
 
+pytestmark = pytest.mark.waits
+
 V2, GRPS = load("kserve_v2"), load("grps")
 TOO_SLOW = b"the answer is read too slowly"
 # Each part is of 64 KiB: 64 of them and what lies on the way are more than sockets keep.

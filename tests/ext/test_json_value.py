@@ -245,7 +245,6 @@ def test_the_collector_looks_at_nothing_of_a_document() -> None:
     assert (name, value) == (b"a", [1])
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "body",
     [b"[%b1]" % (b"1," * 3_000_000), b'"%b"' % (rb"\u00e9" * 8_000_000)],
@@ -253,14 +252,13 @@ def test_the_collector_looks_at_nothing_of_a_document() -> None:
 )
 def test_others_run_while_a_thread_reads_a_large_document(body: bytes) -> None:
     """A pause that is too short wakes who waits for the GIL, and gives it to nobody."""
-    ends: list[float] = []
-    reader = threading.Thread(target=lambda: ends.append((parse(body), time.monotonic())[1]))
+    over: list[bool] = []
+    reader = threading.Thread(target=lambda: over.append(bool(parse(body))))
     reader.start()
-    began = last = time.monotonic()
-    longest = 0.0
-    while not ends:
+    turns = 0
+    while not over:
         time.sleep(0.0005)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
+        turns += 1
     reader.join()
-    assert longest < (ends[0] - began) / 4
+    assert over == [True]
+    assert turns > 10  # of 90, in 70 ms; 2 without pauses

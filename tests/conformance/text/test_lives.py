@@ -30,6 +30,7 @@ ONCE = pytest.mark.parametrize(
     ids=[api.name for api in APIS],
 )
 FIRST = b"one "
+AGAIN_S = 0.02
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,7 @@ def test_time_is_up(rig: TextRig, transport: str, prompt: str) -> None:
             if not api.is_told(reply, FULL):
                 assert api.is_told(reply, LATE, begun=FIRST.strip() in reply.body), (api.name, reply)
                 return
+            await asyncio.sleep(AGAIN_S)
 
     async def work() -> None:
         rig.stop()

@@ -22,6 +22,8 @@ from tests.dialects.text_common.serving import Local, local, served
 from tests.faults.flooding import END_HEADERS, HEADERS, Link, block
 from tests.text_rig import Scripted
 
+pytestmark = pytest.mark.waits
+
 SAMPLE_TEXT = "am a French photographer based in Paris.\nI have been shooting since I was 15"
 # The seed's first sample: its first and its last events, times aside.
 FIRST = (

@@ -16,6 +16,8 @@ from tests.dialects.text_common.rigs import RIGS
 from tests.dialects.text_common.serving import Local, hosted, local, served
 from tests.running import until
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.fixture(scope="module")
 def limits() -> Iterator[Local]:

@@ -16,6 +16,8 @@ from tests.dialects.text_common.test_faults import Client, held, serve, write_mo
 from tests.late import Late
 from tests.running import until
 
+pytestmark = pytest.mark.waits
+
 openai = Late("openai")
 TRITON = "/v2/models/m1/generate_stream"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate_stream", "/generate", TRITON)

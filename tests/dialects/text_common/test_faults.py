@@ -22,6 +22,8 @@ from fastserve.settings import TextgenOptions
 from tests.dialects.text_common.serving import Asking, Hosted, Reply
 from tests.running import until
 
+pytestmark = pytest.mark.waits
+
 # What a model does, the prompt says: `go` says words for as long as they are wanted, `wait` says two and then
 # none, `raise` says two and raises, `die` says two and ends its process, `silent` says nothing.
 SOURCE = """

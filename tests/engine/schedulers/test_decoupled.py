@@ -15,6 +15,8 @@ from fastserve.errors import DeadlineError, Kind, Reason, ServeError
 from fastserve.workers.arena import WINDOW_PARTS
 from tests.backends.triton_api.rig import Served, model, repeat, repeating, run, serving, until
 
+pytestmark = pytest.mark.waits
+
 FAILED = "Failed to process the request(s) for model 'repeat_0', message: ValueError: kaboom"
 
 

@@ -18,7 +18,7 @@ from tests.net.grpc.test_methods import serving
 from tests.net.http2.kit import PREFACE
 from tests.net.kit import WAIT_S, run
 
-pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
+pytestmark = [pytest.mark.lingers, pytest.mark.waits]  # grpcio keeps its poller's thread and pipe
 
 
 async def wait(request: bytes, rpc: Rpc) -> bytes:

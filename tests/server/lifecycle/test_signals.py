@@ -16,6 +16,8 @@ import pytest
 from tests.running import CLI, FREE, Started, run_command, start
 from tests.server.rig import HOLD, Client, release, run, seen, write_model
 
+pytestmark = pytest.mark.waits
+
 
 @contextmanager
 def command(folder: Path, *flags: str) -> Iterator[Started]:

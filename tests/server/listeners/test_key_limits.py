@@ -40,6 +40,7 @@ from tests.server.rig import HOLD, run, seen, write_model
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 
 INFER = "/v2/models/twice/infer"
+AGAIN_S = 0.005
 
 
 def add(path: Path, name: str, *scopes: Any, **limits: Any) -> dict[str, str]:
@@ -660,6 +661,8 @@ def asking(
                     reply = link.getresponse()
                     reply.read()
                     got[reply.status] += 1
+                    if reply.status != 200:  # as clients do who are told to come later
+                        ended.wait(AGAIN_S)
 
     started = [threading.Thread(target=ask) for _ in range(threads)]
     for thread in started:

@@ -22,7 +22,7 @@ from tests.server.models import test_text
 from tests.server.processes.test_fronts import connect_to_each
 from tests.server.rig import HOLD, SOURCE, Served, release, run, seen, serving, write_model
 
-pytestmark = pytest.mark.logs_errors
+pytestmark = [pytest.mark.logs_errors, pytest.mark.waits]
 BRISK = SilenceLimits(ping_s=0.2, silent_s=1.0, computing_s=2.0, starved_s=60.0)
 COLUMNS = {"dtype": "float32", "shape": [2]}
 SLABS = {"dtype": "float32", "shape": [-1]}

@@ -19,6 +19,8 @@ from tests.backends.triton_api.rig import entry, model
 from tests.backends.triton_api.rig import serving as serving_triton
 from tests.server.rig import HOLD, Served, release, run, seen, serving, write_model
 
+pytestmark = pytest.mark.waits
+
 FAST_S = 10.0  # with a start on a busy machine; the eighth cost 13 s of waiting alone
 ENDED = "was ended: a batch ran longer than run_timeout_ms 2000"
 BROKEN = """

@@ -19,6 +19,8 @@ from fastserve.net.deadlines import CallDeadlines
 from fastserve.settings import Limits
 from tests.server.rig import WAIT_S, Served, release, run, serving, write_model
 
+pytestmark = pytest.mark.waits
+
 HELD = -1000.0
 """This and what is below runs until `go`."""
 MODEL = f"""

@@ -28,6 +28,8 @@ from tests import proc
 from tests.server.rig import Served, run, serving
 from tests.server.scheduling.test_sequences import CONFIG, SOURCE, say, write_seq
 
+pytestmark = pytest.mark.waits
+
 RELAYED = True
 IDLE_S = 1.0  # what is said next may wait for a core
 HOLDS = """
