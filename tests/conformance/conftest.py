@@ -41,16 +41,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every way with every form of a model it can ask, on both paths where there are two; of these what a
     test wants to know. With a scenario, those it is for.
 
-    Of a test of paths `make test` has, for each way, one form on each path, of a scenario every second one on
-    the fast path; the next way, scenario and test have the next form. So every two of scenario, way and form
-    meet, as every two of test, way and form do. `make torture` has the rest."""
+    Of a test of paths `make test` has, for each way, one form on each path; the next way, scenario and test
+    have the next form. So every two of scenario, way and form meet, as every two of test, way and form do.
+    `make torture` has the rest."""
     wanted = [name for name in ("scenario", "way", "form", "path") if name in metafunc.fixturenames]
     if "way" not in wanted:
         return
     found: dict[tuple[Any, ...], Any] = {}
     first = sum(metafunc.function.__name__.encode())
-    for number, scenario in enumerate(SCENARIOS if "scenario" in wanted else [None], first):
-        for way, form, path, long in cases(scenario, number):
+    turns = {way.name: turn for turn, way in enumerate(WAYS, first)}
+    for scenario in SCENARIOS if "scenario" in wanted else [None]:
+        for way, form, path, long in cases(scenario, turns):
             case = {"scenario": scenario, "way": way, "form": form, "path": path}
             key = tuple(case[name] for name in wanted)
             text = "-".join(getattr(case[name], "name", case[name]) for name in wanted)
@@ -59,17 +60,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(wanted, list(found.values()))
 
 
-def cases(scenario: Scenario | None, number: int) -> Iterator[tuple[Way, str, str, bool]]:
-    """A way, a form, a path, and whether this is for `make torture`."""
+def cases(scenario: Scenario | None, turns: dict[str, int]) -> Iterator[tuple[Way, str, str, bool]]:
+    """A way, a form, a path, and whether this is for `make torture`. `turns` choose the form of each way, and
+    are counted on."""
     forms, paths = (FORMS, PATHS) if scenario is None else (scenario.forms, scenario.paths)
-    for turn, way in enumerate(WAYS, number):
+    for way in WAYS:
         if scenario is not None and not scenario.suits(way):
             continue
+        turn = turns[way.name] = turns[way.name] + 1
         asked = list(filter(way.asks, forms))
         both = list(filter(way.is_fast, asked)) if len(paths) > 1 else []
-        every = 2 if scenario is not None else max(1, len(asked))
-        short = asked[turn % min(every, len(asked)) :: every] if asked else []
         for form in asked:
-            yield way, form, paths[0], form not in short
+            yield way, form, paths[0], form != asked[turn % len(asked)]
             if form in both:
                 yield way, form, paths[1], form != both[(turn + 1) % len(both)]
