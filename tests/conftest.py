@@ -209,7 +209,9 @@ def logs_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def warm_starts(request: pytest.FixtureRequest) -> None:
-    """Start the zygote before what a test owns is counted, in processes that need one."""
+    """Freeze what earlier files have made; start the zygote before what a test owns is counted, in processes
+    that need one."""
+    warm.freeze_more()
     if starts_processes(request.module, {"tests.conftest"}):
         warm.ZYGOTES.prepare()
 

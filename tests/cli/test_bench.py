@@ -142,7 +142,7 @@ def test_requests_of_tensorflow_serving(url: str) -> None:
 
 @pytest.mark.parametrize("protocol", ["tfserving", "tfserving-raw"])
 def test_whole_run(url: str, protocol: str) -> None:
-    flags = ["-c", "3", "-d", "0.6", "--warm-up", "0", "--protocol", protocol, "--json"]
+    flags = ["-c", "3", "-d", "0.3", "--warm-up", "0", "--protocol", protocol, "--json"]
     result = run("double", "--url", url, *flags)
     report = json.loads(result.stdout)
     assert result.exit_code == 0, result.output
@@ -153,7 +153,7 @@ def test_whole_run(url: str, protocol: str) -> None:
 
 
 def test_failures_are_counted_and_tell_in_the_exit_code(url: str) -> None:
-    result = run("broken", "--url", url, "-c", "2", "-d", "0.6", "--warm-up", "0")
+    result = run("broken", "--url", url, "-c", "2", "-d", "0.3", "--warm-up", "0")
     assert result.exit_code == 1
     assert "status 500  " in result.stdout
 

@@ -34,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def bench(served: Running, model: str, protocol: str, *options: str) -> Result:
     where = ["--url", served.http, "--grpc", served.grpc, "--protocol", protocol]
-    given = ["bench", model, *where, "-c", "3", "-d", "0.6", "--warm-up", "0.1", "--json", *options]
+    given = ["bench", model, *where, "-c", "3", "-d", "0.2", "--warm-up", "0.1", "--json", *options]
     return CliRunner().invoke(main, given)
 
 

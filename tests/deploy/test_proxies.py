@@ -20,7 +20,7 @@ from tests.server.rig import write_model
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/proxies"
 BODY = json.dumps({"instances": [[1.0, 0.5]]})
 REPLICA = 100.0
-PAUSE_S = 0.005  # of each client, between requests
+PAUSE_S = 0.02  # of each client, between requests
 """What the second replica's model adds, so that answers tell who gave them."""
 
 

@@ -14,7 +14,7 @@ import pytest
 from fastserve._ext import batch_ring
 from fastserve._ext.batch_ring import BatchRing
 
-SECONDS = 1.0
+SECONDS = 0.5
 # Everything before the first slot's columns is control words; small columns keep the aim good.
 LAYOUTS = {
     "columns": {"inputs": [8, 4], "outputs": [16], "slab_pages": 0},

@@ -110,7 +110,7 @@ def test_hits_of_another_process_are_the_same_bytes() -> None:
     assert (len(cache), cache.hits, cache.misses, counts.hits, counts.misses) == (60, 60, 60, 60, 0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(more, marks=pytest.mark.torture) for more in (1, 2))])
 def test_processes_that_are_killed_while_they_use_it(seed: int) -> None:
     """Every hit of every process is its request's answer, whoever died where."""
     capacity = 64 * ENTRY_BYTES + 40_000

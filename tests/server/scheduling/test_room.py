@@ -139,7 +139,7 @@ def test_nobody_is_refused_while_rows_may_wait(
         rows = 1
 
     async def work() -> None:
-        asking = [ask_on(served, protocol, model, rows, 0.4) for _ in range(clients)]
+        asking = [ask_on(served, protocol, model, rows, 0.2) for _ in range(clients)]
         wrong = [one for found in await asyncio.gather(*asking) for one in found]
         assert not wrong, (len(wrong), wrong[:2])
 
