@@ -91,7 +91,8 @@ def _names(folder: Path) -> dict[str, str]:
 def _drop_modules(folder: Path, names: dict[str, str]) -> None:
     """Drop the modules of these names that came from `folder`. Code that holds one keeps it."""
     inside = f"{folder}/"
-    for name, module in list(sys.modules.items()):
+    # Copied at once: while a list of its items is made, other threads may import.
+    for name, module in sys.modules.copy().items():
         if name.partition(".")[0] in names and str(getattr(module, "__file__", None) or "").startswith(
             inside
         ):

@@ -67,7 +67,8 @@ def _drop_changed(folder: Path, stamp: str) -> None:
     if _stamps.setdefault(folder, stamp) == stamp:
         return
     _stamps[folder] = stamp
-    for name, module in list(sys.modules.items()):
+    # Copied at once: while a list of its items is made, other threads may import.
+    for name, module in sys.modules.copy().items():
         file = str(getattr(module, "__file__", None) or "")
         ours = name == "__main__" or name.partition(".")[0] == "fastserve"
         if file.startswith(f"{folder}/") and not ours and "/site-packages/" not in file:

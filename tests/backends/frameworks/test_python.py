@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ import pytest
 from fastserve.backends import create
 from fastserve.backends.base import read_specs
 from fastserve.backends.batch_io import OutputCheck
+from fastserve.backends.frameworks import python
+from fastserve.backends.script import loading
 from fastserve.errors import ConfigError, ServeError
 from tests.workers.rig import CONFIG, PLAIN, write_model
 
@@ -198,3 +203,33 @@ def test_without_a_batch_axis_shapes_are_whole() -> None:
     check(ROWS, {"y": np.zeros(2, np.float32)})
     with pytest.raises(ServeError, match=r"output 'y' has rows of shape \[3, 2\]"):
         check(ROWS, {"y": Y})
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [partial(python._drop_modules, names={"helper": "helper.py"}), partial(loading._drop_changed, stamp="2")],
+    ids=["helpers of a model", "modules of a script"],
+)
+def test_modules_that_others_import_meanwhile_stop_nothing(
+    drop: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Models of one process load in threads; whatever a collection of garbage runs may import, too."""
+    helper = ModuleType("helper")
+    helper.__file__ = f"{tmp_path}/helper.py"
+    sys.modules["helper"] = helper
+    loading._stamps[tmp_path] = "1"
+    limits = gc.get_threshold()
+
+    def import_more(phase: str, info: dict[str, int]) -> None:
+        sys.modules[f"more{len(sys.modules)}"] = ModuleType("more")
+
+    gc.callbacks.append(import_more)
+    gc.set_threshold(1)
+    try:
+        drop(tmp_path)
+    finally:
+        gc.set_threshold(*limits)
+        gc.callbacks.remove(import_more)
+        del loading._stamps[tmp_path]
+    assert "helper" not in sys.modules
+    assert any(name.startswith("more") for name in sys.modules)
