@@ -62,7 +62,11 @@ class Rig:
                 limits=Limits(idle_timeout_s=3600),  # or a test opens the channel's connection anew
                 allow_client_shm=True,
                 response_cache_bytes=1 << 20,
-                model_defaults={"max_queue_rows": models.QUEUE_ROWS, "restart_backoff_s": 0.01},
+                model_defaults={
+                    "max_queue_rows": models.QUEUE_ROWS,
+                    "restart_backoff_s": 0.01,
+                    "restart_backoff_max_s": 0.02,  # workers are killed by the dozen
+                },
             )
         )
         self.general = 0  # requests the general path was asked for

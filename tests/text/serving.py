@@ -91,7 +91,7 @@ class Served:
         return await self._load(folder, {"backend": "text_python", **fields})
 
     async def _load(self, folder: Path, config: dict[str, Any]) -> Version:
-        parsed = parse_model_config({"restart_backoff_s": 0.01, **config})
+        parsed = parse_model_config({"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, **config})
         version = Version(folder.parent.name, 1, folder, parsed)
         self.catalog.put(version)
         self.catalog.move(version, VersionState.LOADING)

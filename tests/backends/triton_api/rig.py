@@ -90,7 +90,7 @@ class Served:
             split_large_requests=False,
             options=options_of(convert(triton, TritonConfig, "config.pbtxt", lax=True)),
             triton=triton,
-            **{"restart_backoff_s": 0.01, "warmup": "off", **fields},
+            **{"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "warmup": "off", **fields},
         )
         version = Version(triton["name"], 1, folder, parsed)
         self.catalog.put(version)

@@ -106,6 +106,7 @@ CONFIG = {
         "max_tokens": 1 << 21,
     },
     "restart_backoff_s": 0.01,
+    "restart_backoff_max_s": 0.02,
 }
 TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
 

@@ -73,7 +73,13 @@ def write_model(folder: Path, **fields: Any) -> None:
     place = folder / "m1" / "1"
     place.mkdir(parents=True, exist_ok=True)
     (place / "model.py").write_text(SOURCE.format(folder=str(folder)))
-    config = {"backend": "text_python", "text": LIMITS, "restart_backoff_s": 0.05, **fields}
+    config = {
+        "backend": "text_python",
+        "text": LIMITS,
+        "restart_backoff_s": 0.05,
+        "restart_backoff_max_s": 0.05,
+        **fields,
+    }
     (folder / "m1" / "model.yaml").write_text(json.dumps(config))
 
 
