@@ -126,11 +126,6 @@ class RelayChannel:
         _close_all(self._fds)
         self._fds = []
 
-    @property
-    def is_open(self) -> bool:
-        """Whether tickets are read and sent."""
-        return self._loop is not None
-
     # --- memory
 
     def reserve_request(self, nbytes: int) -> int:
