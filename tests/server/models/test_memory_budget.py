@@ -22,7 +22,7 @@ from fastserve.server.server import judge
 from fastserve.settings import Listener, Settings
 from fastserve.workers import process
 from tests.server.listeners.test_key_models import ANSWERED, WORDS, bodies, call, spoken
-from tests.server.rig import run, write_model
+from tests.server.rig import WAIT_S, run, write_model
 
 pytestmark = pytest.mark.lingers  # grpcio keeps its poller's thread and pipe
 
@@ -257,9 +257,12 @@ def test_models_take_turns_in_memory(tmp_path: Path, fronts: int, monkeypatch: p
             assert server.catalog.available("m0") is pinned
             assert residency.used <= residency.budget
             await put_away(server, "m1")
-            told = (await client.post(f"{root}/v2/repository/index")).json()
+            told: list[dict[str, str]] = [{"reason": ""}] * 4
+            end = time.monotonic() + WAIT_S
+            while "first request loads it" not in told[1]["reason"]:  # other fronts hear of it a little later
+                assert time.monotonic() < end, told
+                told = (await client.post(f"{root}/v2/repository/index")).json()
             assert [one["state"] for one in told] == ["READY"] * 4
-            assert "first request loads it" in told[1]["reason"]
             status = (await client.get(f"{root}/v1/models/m1")).json()["model_version_status"]
             assert [one["state"] for one in status] == ["AVAILABLE"]
             assert (await client.get(f"{root}/v2/models/m1/ready")).status_code == 200
