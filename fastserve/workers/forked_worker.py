@@ -357,6 +357,12 @@ class ForkedWorker(WorkerProcess):
         self._theirs, self._unborn = theirs, True
         self._server.fork(self)
 
+    def _listen(self) -> None:
+        """See WorkerProcess. Not before the fork server has told of the child, whose own line might be read
+        first: a worker that is ready has a process id."""
+        if not self._unborn:
+            super()._listen()
+
     # --- messages of the fork server ------------------------------------------------------------------
 
     def ask(self, number: int, send: Callable[[Mapping[str, Any], Sequence[int]], None]) -> None:
@@ -375,6 +381,8 @@ class ForkedWorker(WorkerProcess):
         except OSError as error:  # no descriptor is left
             end_child(pid)
             self.unborn(f"it cannot be watched: {error.strerror}")
+            return
+        self._listen()
 
     def spawn_instead(self) -> None:
         """Spawn the child instead, with the control channel that it would have had."""
@@ -384,6 +392,8 @@ class ForkedWorker(WorkerProcess):
             super()._begin(theirs)
         except OSError as error:
             self.unborn(f"it could not be spawned: {error.strerror}")
+            return
+        self._listen()
 
     def unborn(self, words: str) -> None:
         """End this worker: there is no child, and will be none."""

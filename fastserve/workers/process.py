@@ -214,7 +214,7 @@ class WorkerProcess(Child):
             self._undo()
             raise
         self._exited = self._loop.create_future()
-        self._control.watch(self._hear, self._lose)
+        self._listen()
 
     def kill(self, reason: str) -> None:
         """SIGKILL, with the reason that `on_exit` will give; nothing if it is dead already."""
@@ -246,6 +246,11 @@ class WorkerProcess(Child):
         if self.running:
             self.kill("abandoned")
             self._bury()
+
+    def _listen(self) -> None:
+        """Read what the child sends, from now on."""
+        assert self._control is not None
+        self._control.watch(self._hear, self._lose)
 
     def _begin(self, theirs: socket.socket) -> None:
         """Starts the child with its end of the control line, which is closed here."""

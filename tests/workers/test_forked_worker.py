@@ -17,7 +17,15 @@ import pytest
 
 from fastserve.errors import ServeError
 from fastserve.workers import forked_worker
-from fastserve.workers.forked_worker import IMPORTING, NUMPY, TORCH, ForkServers, may_fork, needed_imports
+from fastserve.workers.forked_worker import (
+    IMPORTING,
+    NUMPY,
+    TORCH,
+    ForkServer,
+    ForkServers,
+    may_fork,
+    needed_imports,
+)
 from fastserve.workers.process import (
     ORPHANS,
     THREAD_VARIABLES,
@@ -29,6 +37,7 @@ from tests import proc
 from tests.workers.rig import FAKE_ENTRY, PLAIN, Watched, run, write_model
 
 ENTRY = (sys.executable, "-m", "tests.workers.fake_fork_server")
+LATE_S = 0.3  # longer than the load of a small model takes
 # What a worker finds itself in, told by a load that fails; no folders, which are cut from what is told.
 SURROUNDINGS = """
 import os, signal, sys, threading
@@ -275,6 +284,32 @@ def test_a_stopped_fork_server_is_ended_when_it_owes_an_answer(
             one.retry()
             await one.until(lambda: one.group.alive == 1)
             assert only_server(servers).process.pid != before
+
+    run(scenario())
+
+
+def test_a_worker_that_is_ready_has_a_process_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own line may be read before that of the fork server, which told of it sooner."""
+    hear = ForkServer._hear
+
+    def hear_late(server: ForkServer, message: dict[str, Any]) -> None:
+        if message["op"] == "forked":
+            asyncio.get_running_loop().call_later(LATE_S, hear, server, message)
+        else:
+            hear(server, message)
+
+    monkeypatch.setattr(ForkServer, "_hear", hear_late)
+
+    async def scenario() -> None:
+        async with fork_servers() as servers, Watched(write_model(tmp_path, PLAIN), forks=servers) as one:
+            await one.group.start()
+            (pid,) = one.group.pids
+            assert parent(pid) == os.getpid()
+            os.kill(pid, signal.SIGKILL)
+            await one.until(lambda: len(one.waits) == 1)
+            one.retry()
+            await one.until(lambda: one.group.alive == 1)
+            assert 0 != one.group.pids[0] != pid
 
     run(scenario())
 
