@@ -50,7 +50,6 @@ CONFIG = {
     "max_batch_size": 8,
     "max_queue_delay_us": 500,
     "restart_backoff_s": 0.05,
-    "restart_backoff_max_s": 0.05,
 }
 ROWS = np.arange(1, 257, dtype=np.float32).reshape(64, 4)
 
