@@ -46,7 +46,7 @@ def post(
     without it the percentiles are 0. Raises RuntimeError when a request failed."""
     listed = ",".join(map(str, cores or [core]))
     command = ["taskset", "-c", listed, "h2load", f"-t{min(len(cores) or 1, connections)}"]
-    command += [f"-c{connections}", f"-m{streams}", f"-D{seconds:g}s"]
+    command += [f"-c{connections}", f"-m{streams}", f"-D{max(1, round(seconds))}s"]  # whole ones
     command += ["-d", str(body_file), "-H", f"content-type: {content_type}", "-H", "te: trailers"]
     command += ["--h1"] * http1 + (["--log-file", str(times)] if times else []) + [url]
     if times is not None:
