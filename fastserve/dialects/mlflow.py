@@ -302,15 +302,15 @@ class InputReader:
 
     def _split(self, members: dict[str, tuple[int, tuple[int, ...], bytes]]) -> dict[str, Tensor]:
         _, named, texts = members["columns"]
-        names = [to_text(name) for name in unpack_bytes(texts, named[0] if named else 1)]
         code, shape, data = members["data"]
-        if len(shape) != 2 or shape[1] != len(names):
-            raise invalid(f"dataframe_split: data has rows of another length than columns, {len(names)}")
+        width = named[0] if named else 1
+        if len(shape) != 2 or shape[1] != width:  # before millions of names become objects
+            raise invalid(f"dataframe_split: data has rows of another length than columns, {width}")
+        names = [to_text(name) for name in unpack_bytes(texts, width)]
         if self._is_matrix:
             return self._shaped({name: Tensor(DTYPE_BY_CODE[code], shape, data) for name in self._inputs})
         places = self._find_columns(names)
         numbers = memoryview(data).cast("B").cast(_CAST[self._dtype])
-        width = len(names)
         return self._shaped(
             {
                 n: Tensor(DTYPE_BY_CODE[code], shape[:1], numbers[p::width].tobytes())
