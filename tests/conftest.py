@@ -208,10 +208,14 @@ def logs_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def warm_starts(request: pytest.FixtureRequest) -> None:
-    """Freeze what earlier files have made; start the zygote before what a test owns is counted, in processes
-    that need one."""
+def earlier_files_are_frozen() -> None:
+    """Leave what earlier files have made out of the collections of garbage in this one."""
     warm.freeze_more()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_starts(request: pytest.FixtureRequest) -> None:
+    """Start the zygote before what a test owns is counted, in processes that need one."""
     if starts_processes(request.module, {"tests.conftest"}):
         warm.ZYGOTES.prepare()
 

@@ -306,9 +306,9 @@ class InputReader:
         width = named[0] if named else 1
         if len(shape) != 2 or shape[1] != width:  # before millions of names become objects
             raise invalid(f"dataframe_split: data has rows of another length than columns, {width}")
-        names = [to_text(name) for name in unpack_bytes(texts, width)]
         if self._is_matrix:
             return self._shaped({name: Tensor(DTYPE_BY_CODE[code], shape, data) for name in self._inputs})
+        names = [to_text(name) for name in unpack_bytes(texts, width)]
         places = self._find_columns(names)
         numbers = memoryview(data).cast("B").cast(_CAST[self._dtype])
         return self._shaped(

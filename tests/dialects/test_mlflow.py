@@ -153,6 +153,22 @@ def test_what_is_wrong_is_named(body: object, told: str) -> None:
     assert told in refused(version_of(NUMBERS), body)
 
 
+def test_names_of_columns_are_made_only_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 MB hold millions of them: none for a table that is refused by its width, or that is one input."""
+
+    def unpack(data: object, count: int) -> list[bytes]:
+        raise AssertionError(f"{count} names")
+
+    monkeypatch.setattr(mlflow, "unpack_bytes", unpack)
+    table = {"dataframe_split": {"columns": ["a", "b"], "data": [[1], [2]]}}
+    assert "rows of another length than columns, 2" in refused(version_of(NUMBERS), table)
+    table["dataframe_split"]["data"] = [[1, 2]]
+    matrix = version_of({"x": ("float64", [-1])})
+    assert read(matrix, table) == ({"x": ((1, 2), [1.0, 2.0])}, True)
+    with pytest.raises(AssertionError, match="2 names"):
+        read(version_of(NUMBERS), table)
+
+
 def test_mixed_tables_are_bounded_and_columns_are_not() -> None:
     many = MOST_VALUES // 3
     records = {"dataframe_records": [{"age": 1, "city": "x", "n": 1}] * many}

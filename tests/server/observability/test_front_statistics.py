@@ -105,10 +105,8 @@ def test_every_front_tells_of_all_requests(tmp_path: Path) -> None:
             for client in clients.values():
                 await use(client)
             end = time.monotonic() + WAIT_S
-            seen: list[Mapping[str, Any]] = []
-            while (
-                seen[1:] != seen[:1] * (FRONTS - 1) or not seen
-            ):  # requests may be counted after their replies
+            seen = [await see(client) for client in clients.values()]
+            while seen[1:] != seen[:1] * (FRONTS - 1):  # requests may be counted after their replies
                 assert time.monotonic() < end, seen
                 seen = [await see(client) for client in clients.values()]
             client = clients[1]
